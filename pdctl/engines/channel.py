@@ -1,0 +1,211 @@
+"""What an engine's process and the router say to their agent, over its Unix socket.
+
+The socket's path is in `PDCTL_SOCKET`, the replica's name in `PDCTL_REPLICA`; nothing secret is
+in an environment or on a command line: keys arrive in `Assignment`, over the 0600 socket.
+
+Frames: 4 bytes little-endian length, then one msgpack message of the unions below.
+
+    engine                      agent
+      Attach            →
+                        ←       Assignment            (or Refused, then the socket closes)
+      Ready             →                             once its effective values are known
+      Failed            →                             at any time, one per failed handoff
+                        ←       Poll
+      Report            →                             answers Poll; carries its seq
+
+The router attaches with kind "router" and gets RouterAssignment; then
+
+                        ←       Members               at once, and at every change
+      PairStates        →                             at every change
+                        ←       Poll
+      RouterReport      →                             answers Poll
+
+Only the standard library, msgspec and `pdctl.{errors,topology,handoff}` may be imported here:
+this module runs inside engines' processes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from pdctl.handoff.counters import Counters
+from pdctl.topology.contract import Attention, Contract, Positions
+from pdctl.topology.model import ComputeDtype, Engine, OnFailure, Role
+from pdctl.topology.plan import Plan
+
+SOCKET_ENV = "PDCTL_SOCKET"
+REPLICA_ENV = "PDCTL_REPLICA"
+RUN_ENV = "PDCTL_RUN"
+"""Random id of one `up`, in the environment of everything it started: how `down` finds it."""
+
+MAX_FRAME_BYTES = 16 << 20
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
+    """Base of all: frozen, tagged with its class's name."""
+
+
+class Attach(Message, kw_only=True):
+    kind: str
+    """"engine" or "router"."""
+    name: str
+    """The replica's name; "router" for the router."""
+    pid: int
+    version: str
+    """pdctl's version inside that process."""
+
+
+class HandoffSettings(msgspec.Struct, frozen=True, kw_only=True):
+    timeout_s: float
+    on_failure: OnFailure
+    buffer_bytes: int
+    encrypt: bool
+
+
+class Assignment(Message, kw_only=True):
+    """Everything a replica needs that is not an option of its engine."""
+
+    cluster: str
+    replica: str
+    role: Role
+    key: bytes
+    """The cluster's key: tickets, and each end's proof to the other. 32 bytes."""
+    contract: Contract
+    compute_dtype: ComputeDtype
+    data_host: str
+    data_port: int | None
+    handoff: HandoffSettings
+
+
+class Refused(Message, kw_only=True):
+    reason: str
+
+
+class Effective(msgspec.Struct, frozen=True, kw_only=True):
+    """What the engine really loaded; compared with the contract by the agent."""
+
+    attention: Attention
+    positions: Positions
+    compute_dtype: ComputeDtype
+
+
+class Ready(Message, kw_only=True):
+    """The engine serves HTTP and, where it sends, its data port listens."""
+
+    engine: Engine
+    engine_version: str
+    effective: Effective
+    http_port: int
+    data_port: int | None
+    terms: dict[str, Any] = {}
+    """What a pair may negotiate: block size, prefill step, transports."""
+
+
+class Failed(Message, kw_only=True):
+    """One handoff failed on this end. `leg` is "prefill" or "decode"."""
+
+    room: int
+    leg: str
+    cause: str
+    detail: str
+
+
+class Poll(Message, kw_only=True):
+    seq: int
+
+
+class Report(Message, kw_only=True):
+    seq: int
+    counters: Counters
+
+
+class MemberState(msgspec.Struct, frozen=True, kw_only=True):
+    """One replica as its agent sees it.
+
+    state: "starting" | "ready" | "draining" | "backoff" | "stopped" | "failed"
+    """
+
+    name: str
+    engine: Engine
+    role: Role
+    host: str
+    state: str
+    cause: str | None = None
+    """Why it is not ready, a sentence; None while all is well."""
+    pid: int | None = None
+    started_at: float | None = None
+    """Unix seconds of the present process's start."""
+    restarts: int = 0
+    http_host: str = "127.0.0.1"
+    http_port: int = 0
+    data_host: str = "127.0.0.1"
+    data_port: int | None = None
+    incarnation: int = 0
+    """Raised at every start: a pair's canary holds for one incarnation of both ends."""
+    engine_version: str | None = None
+    compute_dtype: ComputeDtype | None = None
+    counters: Counters = Counters()
+
+
+class RouterAssignment(Message, kw_only=True):
+    cluster: str
+    run: str
+    key: bytes
+    plan: Plan
+    contract: Contract
+    api_key: str | None
+    policy: str
+    on_failure: OnFailure
+    model_dir: str
+    """A checkpoint on the router's host, for its tokenizer; "" where it has none."""
+
+
+class Members(Message, kw_only=True):
+    version: int
+    """Raised at every change."""
+    members: tuple[MemberState, ...]
+    failures: tuple[Failed, ...] = ()
+    """The latest failures, newest last, bounded; the router names causes from them."""
+
+
+class PairState(msgspec.Struct, frozen=True, kw_only=True):
+    """state: "waiting" (an end is not ready) | "canary" | "ready" | "failed" (canary)"""
+
+    prefill: str
+    decode: str
+    transport: str
+    state: str
+    cause: str | None = None
+
+
+class PairStates(Message, kw_only=True):
+    url: str
+    """Where the router listens: http://host:port."""
+    pairs: tuple[PairState, ...]
+    replicas: tuple[PairState, ...] = ()
+    """Ordinary replicas' own canaries: prefill and decode both name the replica."""
+
+
+class RouterReport(Message, kw_only=True):
+    seq: int
+    requests_active: int
+    requests_total: int
+    requests_failed: int
+
+
+FromEngine = Attach | Ready | Failed | Report
+ToEngine = Assignment | Refused | Poll
+FromRouter = Attach | PairStates | RouterReport
+ToRouter = RouterAssignment | Refused | Members | Poll
+ToAgent = Attach | Ready | Failed | Report | PairStates | RouterReport
+FromAgent = Assignment | RouterAssignment | Refused | Members | Poll
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(message: Message) -> bytes:
+    """One frame: length prefix and body."""
+    body = _encoder.encode(message)
+    return len(body).to_bytes(4, "little") + body

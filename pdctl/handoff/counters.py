@@ -1,0 +1,133 @@
+"""Counters and phase histograms of one replica, as they stand in `/status` and `/metrics`."""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left
+
+import msgspec
+
+PHASES = ("queue", "prefill", "transfer", "import", "first_token")
+"""Phases of a handoff, in order.
+
+queue        P: the request arrived → its pages are reserved and compute starts
+prefill      P: compute starts → the last forward pass that a page needs has ended
+transfer     P: that moment → the receiver's Done has arrived
+import       D: the last page has arrived → the engine starts its first forward on them
+first_token  D: that moment → the first token is sampled
+"""
+
+BUCKETS_S = (
+    0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5,
+    1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0,
+)  # fmt: skip
+
+
+class Histogram(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds. `counts[i]` observations lie at or under `BUCKETS_S[i]` and above the one
+    before; the last count is everything above the last bound."""
+
+    counts: tuple[int, ...] = (0,) * (len(BUCKETS_S) + 1)
+    sum_s: float = 0.0
+    last_s: float = 0.0
+
+    @property
+    def count(self) -> int:
+        return sum(self.counts)
+
+    def observed(self, seconds: float) -> Histogram:
+        counts = list(self.counts)
+        counts[bisect_left(BUCKETS_S, seconds)] += 1
+        return Histogram(counts=tuple(counts), sum_s=self.sum_s + seconds, last_s=seconds)
+
+
+class PairCounters(msgspec.Struct, frozen=True, kw_only=True):
+    """The part of a replica's counters that concerns one peer, keyed by the peer's name."""
+
+    handoffs_active: int = 0
+    handoffs_completed: int = 0
+    handoffs_failed: int = 0
+    handoffs_cancelled: int = 0
+    imported_tokens: int = 0
+    host_bytes: int = 0
+    gpu_bytes: int = 0
+    reused_pages: int = 0
+
+
+class Counters(msgspec.Struct, frozen=True, kw_only=True):
+    """One replica's counters since it started. Names are fixed by DESIGN §6.
+
+    On a prefill replica `host_bytes` are page bytes sent, on a decode replica page bytes
+    received; `imported_tokens` counts on the receiver only, tokens committed to the engine.
+    """
+
+    handoffs_active: int = 0
+    handoffs_completed: int = 0
+    handoffs_failed: int = 0
+    handoffs_cancelled: int = 0
+    imported_tokens: int = 0
+    host_bytes: int = 0
+    gpu_bytes: int = 0
+    reused_pages: int = 0
+    buffer_bytes_used: int = 0
+    waiters: int = 0
+    requests_active: int = 0
+    """HTTP requests inside the engine, of every kind."""
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    failures: dict[str, int] = {}
+    """By cause (`pdctl.errors.HANDOFF_CAUSES`)."""
+    phases: dict[str, Histogram] = {}
+    pairs: dict[str, PairCounters] = {}
+
+
+class CounterBoard:
+    """The one mutable place for a replica's counters; thread-safe, cheap to read.
+
+    Gauges that other objects own (`buffer_bytes_used`, `waiters`, `requests_active`) are set
+    with `gauge`; everything else is added.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counters = Counters()
+
+    def add(self, *, peer: str | None = None, **amounts: int) -> None:
+        """Adds (or, with a negative amount, takes) to counters; `peer` also to its pair."""
+        with self._lock:
+            now = self._counters
+            changed = {name: getattr(now, name) + n for name, n in amounts.items()}
+            if peer is not None:
+                pair = now.pairs.get(peer, PairCounters())
+                part = {
+                    name: getattr(pair, name) + n
+                    for name, n in amounts.items()
+                    if name in PairCounters.__struct_fields__
+                }
+                changed["pairs"] = {**now.pairs, peer: msgspec.structs.replace(pair, **part)}
+            self._counters = msgspec.structs.replace(now, **changed)
+
+    def gauge(self, **values: int) -> None:
+        with self._lock:
+            self._counters = msgspec.structs.replace(self._counters, **values)
+
+    def failure(self, cause: str) -> None:
+        """Counts one failure by cause; `handoffs_failed` is added separately."""
+        with self._lock:
+            now = self._counters
+            failures = {**now.failures, cause: now.failures.get(cause, 0) + 1}
+            self._counters = msgspec.structs.replace(now, failures=failures)
+
+    def observe(self, phase: str, seconds: float) -> None:
+        """Adds one observation to a phase of PHASES; KeyError for any other name."""
+        if phase not in PHASES:
+            raise KeyError(phase)
+        with self._lock:
+            now = self._counters
+            histogram = now.phases.get(phase, Histogram()).observed(max(0.0, seconds))
+            self._counters = msgspec.structs.replace(
+                now, phases={**now.phases, phase: histogram}
+            )
+
+    def read(self) -> Counters:
+        return self._counters

@@ -47,7 +47,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="t", tag=True
     """Base of all: frozen, tagged with its class's name."""
 
 
-class Attach(Message, kw_only=True):
+class Attach(Message, frozen=True, kw_only=True):
     kind: str
     """"engine" or "router"."""
     name: str
@@ -64,7 +64,7 @@ class HandoffSettings(msgspec.Struct, frozen=True, kw_only=True):
     encrypt: bool
 
 
-class Assignment(Message, kw_only=True):
+class Assignment(Message, frozen=True, kw_only=True):
     """Everything a replica needs that is not an option of its engine."""
 
     cluster: str
@@ -79,7 +79,7 @@ class Assignment(Message, kw_only=True):
     handoff: HandoffSettings
 
 
-class Refused(Message, kw_only=True):
+class Refused(Message, frozen=True, kw_only=True):
     reason: str
 
 
@@ -91,7 +91,7 @@ class Effective(msgspec.Struct, frozen=True, kw_only=True):
     compute_dtype: ComputeDtype
 
 
-class Ready(Message, kw_only=True):
+class Ready(Message, frozen=True, kw_only=True):
     """The engine serves HTTP and, where it sends, its data port listens."""
 
     engine: Engine
@@ -103,7 +103,7 @@ class Ready(Message, kw_only=True):
     """What a pair may negotiate: block size, prefill step, transports."""
 
 
-class Failed(Message, kw_only=True):
+class Failed(Message, frozen=True, kw_only=True):
     """One handoff failed on this end. `leg` is "prefill" or "decode"."""
 
     room: int
@@ -112,11 +112,11 @@ class Failed(Message, kw_only=True):
     detail: str
 
 
-class Poll(Message, kw_only=True):
+class Poll(Message, frozen=True, kw_only=True):
     seq: int
 
 
-class Report(Message, kw_only=True):
+class Report(Message, frozen=True, kw_only=True):
     seq: int
     counters: Counters
 
@@ -149,7 +149,7 @@ class MemberState(msgspec.Struct, frozen=True, kw_only=True):
     counters: Counters = Counters()
 
 
-class RouterAssignment(Message, kw_only=True):
+class RouterAssignment(Message, frozen=True, kw_only=True):
     cluster: str
     run: str
     key: bytes
@@ -162,7 +162,7 @@ class RouterAssignment(Message, kw_only=True):
     """A checkpoint on the router's host, for its tokenizer; "" where it has none."""
 
 
-class Members(Message, kw_only=True):
+class Members(Message, frozen=True, kw_only=True):
     version: int
     """Raised at every change."""
     members: tuple[MemberState, ...]
@@ -180,7 +180,7 @@ class PairState(msgspec.Struct, frozen=True, kw_only=True):
     cause: str | None = None
 
 
-class PairStates(Message, kw_only=True):
+class PairStates(Message, frozen=True, kw_only=True):
     url: str
     """Where the router listens: http://host:port."""
     pairs: tuple[PairState, ...]
@@ -188,7 +188,7 @@ class PairStates(Message, kw_only=True):
     """Ordinary replicas' own canaries: prefill and decode both name the replica."""
 
 
-class RouterReport(Message, kw_only=True):
+class RouterReport(Message, frozen=True, kw_only=True):
     seq: int
     requests_active: int
     requests_total: int

@@ -67,13 +67,13 @@ class Disaggregate(enum.StrEnum):
     AUTO = "auto"
 
 
-class Model(Struct, kw_only=True):
+class Model(Struct, frozen=True, kw_only=True):
     name: str
     dtype: Dtype = Dtype.FLOAT16
     context_length: int
 
 
-class Handoff(Struct, kw_only=True):
+class Handoff(Struct, frozen=True, kw_only=True):
     transport: Transport = Transport.AUTO
     timeout_s: float = 600.0
     on_failure: OnFailure = OnFailure.ERROR
@@ -82,11 +82,11 @@ class Handoff(Struct, kw_only=True):
     encrypt: bool = False
 
 
-class Sharing(Struct, kw_only=True):
+class Sharing(Struct, frozen=True, kw_only=True):
     buffer_bytes: int = 4 << 30
 
 
-class Router(Struct, kw_only=True):
+class Router(Struct, frozen=True, kw_only=True):
     host: str = "local"
     bind: str = "127.0.0.1:8000"
     policy: Policy = Policy.LEAST_LOADED
@@ -94,7 +94,7 @@ class Router(Struct, kw_only=True):
     api_key_env: str | None = None
 
 
-class Host(Struct, kw_only=True):
+class Host(Struct, frozen=True, kw_only=True):
     name: str
     ssh: str | None = None
     """Any OpenSSH destination; None is this machine."""
@@ -104,7 +104,7 @@ class Host(Struct, kw_only=True):
     env: dict[str, str] = {}
 
 
-class Replica(Struct, kw_only=True):
+class Replica(Struct, frozen=True, kw_only=True):
     name: str
     host: str = "local"
     engine: Engine
@@ -122,7 +122,7 @@ class Replica(Struct, kw_only=True):
     engine_config: dict[str, Any] = {}
 
 
-class Topology(Struct, kw_only=True):
+class Topology(Struct, frozen=True, kw_only=True):
     """One file, checked field by field and across fields.
 
     `hosts` always holds "local" (this machine); `replicas` keeps the file's order.

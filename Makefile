@@ -1,0 +1,59 @@
+# `make demo` and `make test` are all a fresh machine needs: Python 3.11 or newer, git, make.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.stamp
+PINNED := .venv-mlx-pinned
+PINNED_STAMP := $(PINNED)/.stamp
+PIP := -m pip --disable-pip-version-check --quiet
+
+.PHONY: demo test test-engines test-pinned check format bench clean help
+
+help:  ## what each target does
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /	/' | expand -t 16
+
+$(STAMP): pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit("pdctl needs Python 3.11 or newer: set PYTHON=") if sys.version_info < (3, 11) else 0'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python $(PIP) install --editable '.[mlx,demo,dev]'
+	@touch $@
+
+$(PINNED_STAMP): pyproject.toml
+	$(PYTHON) -m venv $(PINNED)
+	$(PINNED)/bin/python $(PIP) install --editable . 'mlx-lm==0.31.3' 'mlx[cpu]>=0.32,<0.33'
+	@touch $@
+
+demo: $(STAMP)  ## a real model answers through a prefill and a decode replica
+	$(BIN)/python examples/demo.py
+
+test: $(STAMP)  ## the quick tests and the checks: no GPU, no network, no engine
+	$(MAKE) --no-print-directory check
+	$(BIN)/python -m pytest -m "not engine and not ssh and not gpu"
+
+test-engines: $(STAMP)  ## the suites that drive real engines
+	$(BIN)/pdctl demo-model
+	$(BIN)/python -m pytest -m engine
+
+test-pinned: $(STAMP) $(PINNED_STAMP)  ## the engine suites on the oldest supported mlx-lm
+	PDCTL_TEST_MLX_PYTHON=$(CURDIR)/$(PINNED)/bin/python $(BIN)/python -m pytest -m "engine and not slow" tests/engine
+
+check: $(STAMP)  ## lint, format, types, layers, spelling
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+	$(BIN)/codespell
+
+format: $(STAMP)  ## lets ruff mend what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP)  ## the measured claims: data plane, router, handoff (writes bench/results/)
+	$(BIN)/python bench/data_plane.py
+	$(BIN)/python bench/router_ttft.py
+	$(BIN)/python bench/handoff_fixed_cost.py
+
+clean:  ## what the targets made; models and results stay
+	rm -rf $(VENV) $(PINNED) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -19,6 +19,8 @@ The router attaches with kind "router" and gets RouterAssignment; then
       PairStates        →                             at every change
                         ←       Poll
       RouterReport      →                             answers Poll
+      Refresh           →                             wants counters as they are now
+                        ←       Members               carries its seq, within about 1 s
 
 Only the standard library, msgspec and `pdctl.{errors,topology,handoff}` may be imported here:
 this module runs inside engines' processes.
@@ -166,6 +168,8 @@ class Members(Message, frozen=True, kw_only=True):
     version: int
     """Raised at every change."""
     members: tuple[MemberState, ...]
+    seq: int = 0
+    """Of the Refresh that this answers; 0 for a push."""
     failures: tuple[Failed, ...] = ()
     """The latest failures, newest last, bounded; the router names causes from them."""
 
@@ -197,9 +201,9 @@ class RouterReport(Message, frozen=True, kw_only=True):
 
 FromEngine = Attach | Ready | Failed | Report
 ToEngine = Assignment | Refused | Poll
-FromRouter = Attach | PairStates | RouterReport
+FromRouter = Attach | PairStates | RouterReport | Refresh
 ToRouter = RouterAssignment | Refused | Members | Poll
-ToAgent = Attach | Ready | Failed | Report | PairStates | RouterReport
+ToAgent = Attach | Ready | Failed | Report | PairStates | RouterReport | Refresh
 FromAgent = Assignment | RouterAssignment | Refused | Members | Poll
 
 _encoder = msgspec.msgpack.Encoder()

@@ -192,6 +192,13 @@ class PairStates(Message, frozen=True, kw_only=True):
     """Ordinary replicas' own canaries: prefill and decode both name the replica."""
 
 
+class Refresh(Message, frozen=True, kw_only=True):
+    """The router wants every replica's counters as they are now: the agent polls them, bounded
+    to 1 s, and answers with `Members` of that seq."""
+
+    seq: int
+
+
 class RouterReport(Message, frozen=True, kw_only=True):
     seq: int
     requests_active: int

@@ -1,0 +1,107 @@
+"""`make demo`: the main job from end to end, with a real model, on this machine.
+
+Runs the same commands that you would type, in order, and stops everything at the end. Exit
+status 0 means that every step worked and that nothing is left running.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import tempfile
+import urllib.request
+from pathlib import Path
+
+HERE = Path(__file__).parent
+PDCTL = Path(sys.executable).with_name("pdctl")
+EXAMPLE = HERE / "topologies" / "mlx-demo.toml"
+DEFAULT_BIND = "127.0.0.1:8000"
+QUESTION = "What is the capital of France?"
+MAX_TOKENS = 24
+TIMEOUT_S = 300.0
+
+
+def main() -> int:
+    with tempfile.TemporaryDirectory(prefix="pdctl-demo-") as folder:
+        bind = DEFAULT_BIND if is_free(8000) else f"127.0.0.1:{free_port()}"
+        topology = Path(folder) / EXAMPLE.name
+        topology.write_text(EXAMPLE.read_text().replace(DEFAULT_BIND, bind))
+        run("demo-model")
+        run("validate", topology)
+        try:
+            run("up", topology, "--detach")
+            ask(f"http://{bind}")
+            run("ps", topology)
+            check_counters(topology)
+        finally:
+            run("down", topology)
+    print("\ndemo: everything worked, and everything was stopped")
+    return 0
+
+
+def run(*arguments: object) -> None:
+    """Runs one pdctl command as a user would see it; ends the demo when it fails."""
+    words = [str(a) for a in arguments]
+    print(f"\n$ pdctl {' '.join(words)}", flush=True)
+    code = subprocess.run([PDCTL, *words], check=False).returncode
+    if code:
+        raise SystemExit(f"demo: `pdctl {words[0]}` ended with {code}")
+
+
+def ask(url: str) -> None:
+    """Streams one chat answer to the terminal, then says which path it took."""
+    body = {
+        "model": "smollm2-135m-instruct",
+        "messages": [{"role": "user", "content": QUESTION}],
+        "temperature": 0,
+        "max_tokens": MAX_TOKENS,
+        "stream": True,
+    }
+    request = urllib.request.Request(
+        f"{url}/v1/chat/completions",
+        data=json.dumps(body).encode(),
+        headers={"Content-Type": "application/json"},
+    )
+    print(f"\n$ curl {url}/v1/chat/completions  # stream, {QUESTION!r}\n", flush=True)
+    with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+        path = answer.headers["x-pdctl-path"]
+        for line in answer:
+            if line.startswith(b"data: {"):
+                event = json.loads(line[6:])
+                if "error" in event:
+                    raise SystemExit(f"demo: {event['error']['message']}")
+                for choice in event["choices"]:
+                    print(choice["delta"].get("content") or "", end="", flush=True)
+    print(f"\n\n(prefill and decode: {path})")
+
+
+def check_counters(topology: Path) -> None:
+    """The handoff moved exactly the prompt less its last token, in exactly its pages' bytes."""
+    out = subprocess.run(
+        [PDCTL, "ps", topology, "--json"], check=True, capture_output=True, timeout=TIMEOUT_S
+    ).stdout
+    (pair,) = json.loads(out)["pairs"]
+    print(
+        f"\nhandoffs of {pair['prefill']}>{pair['decode']}, the canary's included: "
+        f"{pair['handoffs_completed']} completed, {pair['imported_tokens']} tokens imported, "
+        f"{pair['host_bytes']} page bytes, {pair['handoffs_active']} active"
+    )
+    if pair["handoffs_active"] or pair["handoffs_failed"]:
+        raise SystemExit("demo: a handoff failed or is still active")
+
+
+def is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

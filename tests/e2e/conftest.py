@@ -1,0 +1,38 @@
+"""Checkpoints and clusters for the tests that go through the whole product."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from e2e.cluster import PDCTL, Cluster
+from tiny import make_checkpoint
+
+FAMILIES = ("llama", "qwen2", "qwen3")
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A tiny random checkpoint of each family."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    return {family: make_checkpoint(folder / family, family) for family in FAMILIES}
+
+
+@pytest.fixture(scope="session")
+def demo_model() -> Path:
+    """SmolLM2-135M-Instruct, made by `pdctl demo-model` (quick when it is there already)."""
+    done = subprocess.run(
+        [PDCTL, "demo-model"], check=True, capture_output=True, text=True, timeout=600
+    )
+    return Path(done.stdout.strip().splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def llama(
+    checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Cluster]:
+    """p0 (prefill), d0 (decode) and o0 (ordinary) on the tiny Llama, for one test module."""
+    with Cluster(tmp_path_factory.mktemp("llama"), checkpoints["llama"]) as cluster:
+        yield cluster

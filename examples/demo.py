@@ -13,6 +13,7 @@ import sys
 import tempfile
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).parent
 PDCTL = Path(sys.executable).with_name("pdctl")
@@ -21,6 +22,7 @@ DEFAULT_BIND = "127.0.0.1:8000"
 QUESTION = "What is the capital of France?"
 MAX_TOKENS = 24
 TIMEOUT_S = 300.0
+PAGE_TOKENS = 64
 
 
 def main() -> int:
@@ -32,9 +34,10 @@ def main() -> int:
         run("validate", topology)
         try:
             run("up", topology, "--detach")
-            ask(f"http://{bind}")
+            before = pair(topology)
+            prompt_tokens = ask(f"http://{bind}")
             run("ps", topology)
-            check_counters(topology)
+            check_counters(before, pair(topology), prompt_tokens, page_bytes(topology))
         finally:
             run("down", topology)
     print("\ndemo: everything worked, and everything was stopped")
@@ -50,14 +53,15 @@ def run(*arguments: object) -> None:
         raise SystemExit(f"demo: `pdctl {words[0]}` ended with {code}")
 
 
-def ask(url: str) -> None:
-    """Streams one chat answer to the terminal, then says which path it took."""
+def ask(url: str) -> int:
+    """Streams one chat answer to the terminal; returns the prompt's tokens from its usage."""
     body = {
         "model": "smollm2-135m-instruct",
         "messages": [{"role": "user", "content": QUESTION}],
         "temperature": 0,
         "max_tokens": MAX_TOKENS,
         "stream": True,
+        "stream_options": {"include_usage": True},
     }
     request = urllib.request.Request(
         f"{url}/v1/chat/completions",
@@ -67,6 +71,7 @@ def ask(url: str) -> None:
     print(f"\n$ curl {url}/v1/chat/completions  # stream, {QUESTION!r}\n", flush=True)
     with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
         path = answer.headers["x-pdctl-path"]
+        prompt_tokens = 0
         for line in answer:
             if line.startswith(b"data: {"):
                 event = json.loads(line[6:])
@@ -74,22 +79,48 @@ def ask(url: str) -> None:
                     raise SystemExit(f"demo: {event['error']['message']}")
                 for choice in event["choices"]:
                     print(choice["delta"].get("content") or "", end="", flush=True)
-    print(f"\n\n(prefill and decode: {path})")
+                prompt_tokens = (event.get("usage") or {}).get("prompt_tokens", prompt_tokens)
+    print(f"\n\n({prompt_tokens} prompt tokens; path {path})")
+    return prompt_tokens
 
 
-def check_counters(topology: Path) -> None:
+def check_counters(
+    before: dict[str, int], after: dict[str, int], prompt_tokens: int, page_bytes: int
+) -> None:
     """The handoff moved exactly the prompt less its last token, in exactly its pages' bytes."""
-    out = subprocess.run(
-        [PDCTL, "ps", topology, "--json"], check=True, capture_output=True, timeout=TIMEOUT_S
-    ).stdout
-    (pair,) = json.loads(out)["pairs"]
+    moved = {
+        k: after[k] - before[k] for k in ("handoffs_completed", "imported_tokens", "host_bytes")
+    }
+    pages = -(-(prompt_tokens - 1) // PAGE_TOKENS)
     print(
-        f"\nhandoffs of {pair['prefill']}>{pair['decode']}, the canary's included: "
-        f"{pair['handoffs_completed']} completed, {pair['imported_tokens']} tokens imported, "
-        f"{pair['host_bytes']} page bytes, {pair['handoffs_active']} active"
+        f"\nthis answer: {moved['handoffs_completed']} handoff, "
+        f"{moved['imported_tokens']} tokens imported (prompt - 1), "
+        f"{moved['host_bytes']} host bytes ({pages} page of {page_bytes})"
     )
-    if pair["handoffs_active"] or pair["handoffs_failed"]:
-        raise SystemExit("demo: a handoff failed or is still active")
+    wanted = {
+        "handoffs_completed": 1,
+        "imported_tokens": prompt_tokens - 1,
+        "host_bytes": pages * page_bytes,
+    }
+    if moved != wanted or after["handoffs_active"] or after["handoffs_failed"]:
+        raise SystemExit(f"demo: the counters should say {wanted}")
+
+
+def pair(topology: Path) -> dict[str, int]:
+    """The counters of the topology's one pair."""
+    return dict(read("ps", topology)["pairs"][0])
+
+
+def page_bytes(topology: Path) -> int:
+    return int(read("plan", topology)["page_bytes"])
+
+
+def read(verb: str, topology: Path) -> dict[str, Any]:
+    """What a reading command prints with --json."""
+    done = subprocess.run(
+        [PDCTL, verb, topology, "--json"], check=True, capture_output=True, timeout=TIMEOUT_S
+    )
+    return dict(json.loads(done.stdout))
 
 
 def is_free(port: int) -> bool:

@@ -62,9 +62,7 @@ def check_recovers(cluster: Cluster, model_dir: Path, old_pid: int, replica: str
 
 
 @pytest.mark.parametrize(("replica", "leg"), [("p0", "prefill"), ("d0", "decode")])
-def test_killed_before_a_request(
-    llama: Cluster, model_dir: Path, replica: str, leg: str
-) -> None:
+def test_killed_before_a_request(llama: Cluster, model_dir: Path, replica: str, leg: str) -> None:
     """R61, U35: a dead replica fails fast by name, is started again, and serves again."""
     pid = llama.kill(replica)
     killed_s = time.monotonic()
@@ -73,9 +71,7 @@ def test_killed_before_a_request(
 
 
 @pytest.mark.parametrize(("replica", "leg"), [("p0", "prefill"), ("d0", "decode")])
-def test_killed_during_a_request(
-    llama: Cluster, model_dir: Path, replica: str, leg: str
-) -> None:
+def test_killed_during_a_request(llama: Cluster, model_dir: Path, replica: str, leg: str) -> None:
     """U14, U10: killed while its handoff is active; the other engine lives on."""
     other = {"p0": "d0", "d0": "p0"}[replica]
     other_pid = llama.replica(other)["pid"]

@@ -48,9 +48,7 @@ def footprint(cluster: Cluster) -> dict[str, tuple[int, int]]:
     return found
 
 
-def test_sixteen_streaming_clients_for_two_minutes(
-    llama: Cluster, answers: dict[str, str]
-) -> None:
+def test_sixteen_streaming_clients_for_two_minutes(llama: Cluster, answers: dict[str, str]) -> None:
     """U3, U7, U17: every answer is complete and right; memory and descriptors stay flat."""
     wrong: list[str] = []
     served = [0] * CLIENTS

@@ -1,0 +1,135 @@
+"""MLX, control side: commands and request fields as data. Never imports mlx."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from pdctl.engines.interface import Command, Leg
+from pdctl.engines.mlx.options import OWNED, check_options, option_arguments
+from pdctl.errors import HANDOFF_CAUSES
+from pdctl.topology.contract import Contract
+from pdctl.topology.diagnostics import Diagnostic
+from pdctl.topology.model import ComputeDtype, Engine, Host, Replica, Role
+from pdctl.topology.plan import Plan, ReplicaPlan
+
+ABORT_PATH = "/pdctl/abort"
+
+OFFLINE_ENV = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+"""Checkpoints are directories: nothing is ever looked up on a hub."""
+
+NOT_ON_PREFILL = ("stream_options", "min_tokens", "logprobs", "top_logprobs", "echo")
+
+SEQUENCES_ASSUMED = 2
+"""Whole contexts that the memory estimate allows for."""
+
+PROCESS_BYTES = 400 << 20
+"""Resident memory of Python, mlx-lm and its tokenizer, before any weight."""
+
+
+class MlxSpec:
+    """`EngineSpec` for MLX; no state."""
+
+    engine = Engine.MLX
+    supported = ("0.31.3", "0.33")
+    recomputes_last_token = True
+    owned_options = frozenset(OWNED)
+
+    def check(self, replica: Replica) -> list[Diagnostic]:
+        found = check_options(replica.engine_config, replica.name)
+        if replica.devices:
+            found.append(
+                Diagnostic(
+                    code="topology.devices",
+                    summary=f'replica "{replica.name}": MLX has no devices to choose from',
+                    replica=replica.name,
+                    field="devices",
+                    hint="remove devices; MLX uses its machine's one device",
+                )
+            )
+        return found
+
+    def probe(self, replica: Replica, host: Host) -> Command:
+        return Command(
+            argv=(_python(replica, host), "-m", "pdctl.engines.mlx.probe", replica.model),
+            env=_env(replica, host),
+        )
+
+    def command(self, replica: ReplicaPlan, host: Host, plan: Plan) -> Command:
+        declared = replica.declared
+        return Command(
+            argv=(
+                _python(declared, host),
+                *("-m", "pdctl.engines.mlx.server"),
+                *("--model", replica.model),
+                *("--host", replica.http_host),
+                *("--port", str(replica.http_port)),
+                *option_arguments(declared.engine_config),
+            ),
+            env=_env(declared, host),
+        )
+
+    def prefill_body(self, body: dict[str, Any], leg: Leg) -> dict[str, Any]:
+        kept = {name: value for name, value in body.items() if name not in NOT_ON_PREFILL}
+        one = {"max_tokens": 1, "max_completion_tokens": 1, "stream": False, "n": 1}
+        return {**kept, **one, "pdctl": msgspec.to_builtins(leg)}
+
+    def decode_body(self, body: dict[str, Any], leg: Leg) -> dict[str, Any]:
+        return {**body, "pdctl": msgspec.to_builtins(leg)}
+
+    def abort(self, room: int) -> tuple[str, dict[str, Any]] | None:
+        return ABORT_PATH, {"room": room}
+
+    def refusals(self, body: dict[str, Any], role: Role) -> list[tuple[str, str]]:
+        return list(_refusals(body))
+
+    def error_message(self, status: int, body: bytes) -> tuple[str, str | None]:
+        text = body.decode("utf-8", "replace").strip()
+        try:
+            error = json.loads(text)["error"]
+        except (ValueError, KeyError, TypeError):
+            return text[:500] or f"HTTP {status} without a body", None
+        if isinstance(error, dict):
+            cause = error.get("code")
+            return str(error.get("message", "")), cause if cause in HANDOFF_CAUSES else None
+        return str(error), None
+
+    def memory_bytes(self, replica: ReplicaPlan, contract: Contract, weights_bytes: int) -> int:
+        widening = 2 if replica.compute_dtype is ComputeDtype.FLOAT32 else 1
+        context = contract.positions.context_length
+        kv_bytes = contract.token_kv_bytes * context * SEQUENCES_ASSUMED
+        return PROCESS_BYTES + widening * (weights_bytes + kv_bytes)
+
+
+def _python(replica: Replica, host: Host) -> str:
+    return replica.python or host.python or (sys.executable if host.ssh is None else "python3")
+
+
+def _env(replica: Replica, host: Host) -> dict[str, str]:
+    return {**OFFLINE_ENV, **host.env, **replica.env}
+
+
+def _refusals(body: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """What this server cannot do for any request; a handoff adds nothing to it.
+
+    `seed` is honoured (a sampler key per request), and so are tools, logprobs and stop strings.
+    """
+    for name in ("draft_model", "adapters"):
+        if body.get(name) is not None:
+            yield name, f"{name} is not served by MLX replicas in this version"
+    if body.get("response_format") and body["response_format"] != {"type": "text"}:
+        yield "response_format", "MLX cannot constrain its output to a format"
+    if _has_images(body.get("messages")):
+        yield "messages", "images are not served in this version"
+
+
+def _has_images(messages: Any) -> bool:
+    if not isinstance(messages, list):
+        return False
+    contents = (m.get("content") for m in messages if isinstance(m, dict))
+    parts = (part for content in contents if isinstance(content, list) for part in content)
+    return any(isinstance(p, dict) and "image" in str(p.get("type")) for p in parts)

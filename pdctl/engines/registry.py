@@ -1,0 +1,25 @@
+"""From an engine's name to its spec, imported when asked for."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from pdctl.engines.interface import EngineSpec
+from pdctl.errors import TopologyError
+from pdctl.topology.model import Engine
+
+
+@cache
+def spec_for(engine: Engine) -> EngineSpec:
+    """The control side of one engine.
+
+    Raises:
+        TopologyError: this version of pdctl does not serve that engine.
+    """
+    if engine is Engine.MLX:
+        from pdctl.engines.mlx.spec import MlxSpec
+
+        return MlxSpec()
+    raise TopologyError(
+        f'engine "{engine.value}" is not in this version of pdctl', hint='use engine = "mlx"'
+    )

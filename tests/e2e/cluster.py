@@ -196,8 +196,5 @@ class Cluster:
 
 def text_of(events: list[dict[str, Any]]) -> str:
     """The whole text of a streamed answer, completion or chat."""
-    parts = []
-    for event in events:
-        for choice in event["choices"]:
-            parts.append(choice.get("text") or choice.get("delta", {}).get("content") or "")
-    return "".join(parts)
+    choices = [choice for event in events for choice in event["choices"]]
+    return "".join(c.get("text") or c.get("delta", {}).get("content") or "" for c in choices)

@@ -5,9 +5,23 @@ Pure: what is taken on a host comes in as `busy`, what goes out is data.
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Mapping
+
 import msgspec
 
-from pdctl.topology.model import ComputeDtype, Dtype, Engine, Replica, Role, Transport
+from pdctl.errors import HostError
+from pdctl.topology.contract import Contract
+from pdctl.topology.model import (
+    ComputeDtype,
+    Dtype,
+    Engine,
+    Replica,
+    Role,
+    Topology,
+    Transport,
+)
+from pdctl.topology.rules import declared_ports
 
 
 class ReplicaPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,3 +85,128 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             if replica.name == name:
                 return replica
         raise KeyError(name)
+
+
+FIRST_PORT, LAST_PORT = 20_000, 29_999
+MIN_BUFFER_BYTES = 512 << 20
+
+
+def derive(
+    topology: Topology,
+    contract: Contract | None = None,
+    *,
+    busy: Mapping[str, frozenset[int]] | None = None,
+) -> Plan:
+    """Everything that `up` needs beyond the file; deterministic for equal arguments.
+
+    Args:
+        topology: one without errors.
+        contract: the replicas' common contract; None when planned offline.
+        busy: ports that something else listens on, per host; they are not assigned.
+    """
+    ports = _Ports(topology, busy or {})
+    hosts = dict.fromkeys([topology.router.host, *(r.host for r in topology.replicas)])
+    agent_ports = {host: ports.assign() for host in hosts}
+    return Plan(
+        cluster=topology.name,
+        model=topology.model.name,
+        dtype=topology.model.dtype,
+        context_length=topology.model.context_length,
+        contract_digest=contract.digest if contract else None,
+        token_kv_bytes=contract.token_kv_bytes if contract else None,
+        page_bytes=contract.page_bytes if contract else None,
+        buffer_bytes=buffer_bytes(topology, contract),
+        timeout_s=topology.handoff.timeout_s,
+        router_host=topology.router.host,
+        router_bind=topology.router.bind,
+        agent_ports=agent_ports,
+        replicas=tuple(_replica(topology, r, ports) for r in topology.replicas),
+        pairs=pairs(topology),
+    )
+
+
+def buffer_bytes(topology: Topology, contract: Contract | None) -> int | None:
+    """The page budget of each prefill replica: declared, else two whole contexts' pages and
+    at least 512 MiB; None where that can't be known yet."""
+    if topology.handoff.buffer_bytes is not None or contract is None:
+        return topology.handoff.buffer_bytes
+    pages = -(-topology.model.context_length // contract.page_tokens)
+    return max(MIN_BUFFER_BYTES, 2 * pages * contract.page_bytes)
+
+
+def pairs(topology: Topology) -> tuple[PairPlan, ...]:
+    """Each prefill replica with each decode replica, in the file's order."""
+    found = []
+    for p in topology.replicas:
+        for d in topology.replicas:
+            if p.role is Role.PREFILL and d.role is Role.DECODE:
+                transport, reason = resolve_transport(topology.handoff.transport, p, d)
+                pair = PairPlan(prefill=p.name, decode=d.name, transport=transport, reason=reason)
+                found.append(pair)
+    return tuple(found)
+
+
+def resolve_transport(
+    declared: Transport, prefill: Replica, decode: Replica
+) -> tuple[Transport, str]:
+    """The transport of one pair, and why."""
+    if declared is not Transport.AUTO:
+        return declared, f"{declared}: written in the file"
+    for end in (prefill, decode):
+        if end.engine is Engine.MLX:
+            return Transport.TCP, "auto → tcp: mlx has no GPU path"
+    return Transport.TCP, "auto → tcp: host pages"
+
+
+def peers(topology: Topology, replica: Replica) -> tuple[Replica, ...]:
+    """The replicas that exchange KV with this one."""
+    other = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}.get(replica.role)
+    return tuple(r for r in topology.replicas if r.role is other)
+
+
+def _replica(topology: Topology, replica: Replica, ports: _Ports) -> ReplicaPlan:
+    sends = replica.role is Role.PREFILL
+    return ReplicaPlan(
+        name=replica.name,
+        host=replica.host,
+        engine=replica.engine,
+        role=replica.role,
+        model=replica.model,
+        dtype=topology.model.dtype,
+        compute_dtype=replica.compute_dtype or ComputeDtype(topology.model.dtype),
+        http_port=replica.http_port or ports.assign(),
+        data_host=_data_host(topology, replica),
+        data_port=(replica.data_port or ports.assign()) if sends else None,
+        side_port=replica.side_port,
+        declared=replica,
+    )
+
+
+def _data_host(topology: Topology, replica: Replica) -> str:
+    if replica.address is not None:
+        return replica.address
+    host = topology.hosts[replica.host]
+    if all(peer.host == replica.host for peer in peers(topology, replica)):
+        return "127.0.0.1"
+    return host.address or "127.0.0.1"
+
+
+class _Ports:
+    """Hands out ports from a start that the cluster's name fixes, each one once."""
+
+    def __init__(self, topology: Topology, busy: Mapping[str, frozenset[int]]) -> None:
+        self._taken = set().union(*busy.values())
+        self._taken |= {port for _, port, *_ in declared_ports(topology)}
+        span = LAST_PORT - FIRST_PORT + 1
+        seed = hashlib.sha256(topology.name.encode()).digest()
+        start = int.from_bytes(seed[:4]) % span
+        self._candidates = (FIRST_PORT + (start + step) % span for step in range(span))
+
+    def assign(self) -> int:
+        for port in self._candidates:
+            if port not in self._taken:
+                return port
+        raise HostError(
+            f"no port from {FIRST_PORT} to {LAST_PORT} is free",
+            hint="stop what listens on them, or declare ports in the topology",
+        )

@@ -1,0 +1,122 @@
+"""What the file may say but this version does not do yet: refused by name, in one table.
+
+A version that gains one of these deletes its line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from pdctl.topology.diagnostics import Diagnostic
+from pdctl.topology.model import Disaggregate, Engine, Policy, Role, Topology, Transport
+
+SERVED_ENGINES = frozenset({Engine.MLX})
+
+NOT_YET = "not in this version"
+
+
+class Hit(NamedTuple):
+    """One place where a topology asks for something that is limited."""
+
+    summary: str
+    field: str
+    replica: str | None = None
+
+
+class Limit(NamedTuple):
+    """One refusal: `find` is pure and returns the places that it applies to."""
+
+    code: str
+    find: Callable[[Topology], Iterable[Hit]]
+    hint: str
+
+
+def _engines(topology: Topology) -> Iterable[Hit]:
+    for i, r in enumerate(topology.replicas):
+        if r.engine not in SERVED_ENGINES:
+            text = f'replica "{r.name}": engine "{r.engine}" is {NOT_YET}; it serves mlx'
+            yield Hit(text, f"replicas[{i}].engine", r.name)
+
+
+def _remote(topology: Topology) -> Iterable[Hit]:
+    for host in topology.hosts.values():
+        if host.ssh is not None:
+            text = f'host "{host.name}": remote hosts come with the next version'
+            yield Hit(text, f"hosts.{host.name}.ssh")
+
+
+def _transport(kind: Transport) -> Callable[[Topology], Iterable[Hit]]:
+    def find(topology: Topology) -> Iterable[Hit]:
+        if topology.handoff.transport is not kind:
+            return
+        for p in topology.replicas:
+            for d in topology.replicas:
+                if p.role is Role.PREFILL and d.role is Role.DECODE:
+                    end = next((r for r in (p, d) if r.engine is Engine.MLX), None)
+                    why = f"mlx can't do it ({end.name})" if end else NOT_YET
+                    yield Hit(
+                        f'pair "{p.name}" → "{d.name}": transport "{kind}" is impossible: {why}'
+                        if end
+                        else f'pair "{p.name}" → "{d.name}": transport "{kind}" is {why}',
+                        "handoff.transport",
+                    )
+
+    return find
+
+
+def _when(
+    test: Callable[[Topology], bool], field: str, text: str
+) -> Callable[[Topology], Iterable[Hit]]:
+    return lambda topology: [Hit(f"{text} is {NOT_YET}", field)] if test(topology) else []
+
+
+def ordinary_replicas(topology: Topology) -> int:
+    return sum(r.role is Role.BOTH for r in topology.replicas)
+
+
+LIMITS: tuple[Limit, ...] = (
+    Limit("engine", _engines, 'write engine = "mlx"'),
+    Limit("ssh", _remote, 'leave "ssh" away: the replicas then run on this machine'),
+    Limit("transport", _transport(Transport.NATIVE), 'write transport = "auto"'),
+    Limit("transport", _transport(Transport.NIXL), 'write transport = "auto"'),
+    Limit(
+        "disaggregate",
+        _when(
+            lambda t: t.router.disaggregate is Disaggregate.AUTO,
+            "router.disaggregate",
+            'disaggregate = "auto"',
+        ),
+        'write disaggregate = "always"',
+    ),
+    Limit(
+        "policy",
+        _when(lambda t: t.router.policy is Policy.PREFIX, "router.policy", 'policy = "prefix"'),
+        'write policy = "least_loaded" or "round_robin"',
+    ),
+    Limit(
+        "encrypt",
+        _when(lambda t: t.handoff.encrypt, "handoff.encrypt", "encrypt = true"),
+        "write encrypt = false",
+    ),
+    Limit(
+        "sharing",
+        _when(lambda t: t.sharing is not None and ordinary_replicas(t) > 1, "sharing", "[sharing]"),
+        "leave [sharing] away",
+    ),
+)
+
+
+def check(topology: Topology) -> list[Diagnostic]:
+    """Every use of something that this version does not do."""
+    return [
+        Diagnostic(
+            code=f"topology.unsupported_{limit.code}",
+            summary=hit.summary,
+            field=hit.field,
+            replica=hit.replica,
+            hint=limit.hint,
+        )
+        for limit in LIMITS
+        for hit in limit.find(topology)
+    ]

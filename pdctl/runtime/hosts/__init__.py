@@ -1,0 +1,1 @@
+"""Where things run: one interface, one file per kind of host."""

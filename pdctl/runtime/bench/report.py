@@ -1,0 +1,161 @@
+"""Tables for people, files for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from pdctl.errors import PdctlError
+from pdctl.runtime.bench.columns import Column
+from pdctl.runtime.bench.measure import Place, Results, Turn
+from pdctl.runtime.bench.summary import Point, Run, point
+
+MARKED = "*"
+ABSENT = "–"
+
+_DETAILS: tuple[tuple[str, Callable[[Point], str]], ...] = (
+    ("tokens", lambda p: str(p.pd_input_len)),
+    ("conc.", lambda p: str(p.pd_concurrency)),
+    ("path", lambda p: p.pd_path + (MARKED if p.pd_marks else "")),
+    ("TTFT ms", lambda p: _ms(p.median_ttft_ms)),
+    ("p95", lambda p: _ms(p.p95_ttft_ms)),
+    ("ITL ms", lambda p: _ms(p.median_itl_ms)),
+    ("TPOT ms", lambda p: _ms(p.median_tpot_ms)),
+    ("E2EL ms", lambda p: _ms(p.median_e2el_ms)),
+    ("out tok/s", lambda p: f"{p.output_throughput:.1f}"),
+    ("imported", lambda p: f"{p.pd_imported_tokens:g}"),
+    ("host bytes", lambda p: f"{p.pd_host_bytes:,.0f}"),
+    ("GPU bytes", lambda p: f"{p.pd_gpu_bytes:,.0f}"),
+    ("ok", lambda p: f"{p.completed}/{p.num_prompts}"),
+)
+
+
+def points_of(
+    run: Run,
+    columns: Sequence[Column],
+    results: Results,
+    tokenise: Callable[[str], Sequence[int]],
+) -> tuple[Point, ...]:
+    """Every measured cell: by place, then by column, in the order of the sweep."""
+    return tuple(
+        point(run, place, column, cells[column.path], _baseline(column, cells), tokenise)
+        for place, cells in results.turns.items()
+        for column in columns
+    )
+
+
+def table(points: Sequence[Point]) -> RenderableType:
+    """For the terminal: median TTFT by length and path, then every metric, then the marks."""
+    headers, rows = _matrix(points)
+    matrix = Table(title="median TTFT (ms)", title_justify="left")
+    details = Table(title="per request, medians", title_justify="left")
+    for name in headers:
+        matrix.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        matrix.add_row(*row)
+    for name, _ in _DETAILS:
+        details.add_column(name, justify="left" if name == "path" else "right")
+    for p in points:
+        details.add_row(*(show(p) for _, show in _DETAILS))
+    return Group(matrix, details, *(Text(line) for line in remarks(points)))
+
+
+def markdown(run: Run, points: Sequence[Point]) -> str:
+    """The same two tables, how they were measured, and on what."""
+    parts = [
+        f"# {run.cluster}: {run.model}, {run.date}",
+        "Median TTFT in milliseconds:",
+        _markdown_table(*_matrix(points)),
+        "Every point (medians; bytes and imported tokens per request):",
+        _markdown_table(
+            [name for name, _ in _DETAILS],
+            [[show(p) for _, show in _DETAILS] for p in points],
+        ),
+    ]
+    lines = remarks(points)
+    if lines:
+        parts.append("\n".join(f"- {line}" for line in lines))
+    parts.append(f"Method: {run.method}")
+    described = [
+        f"{name}: {value}" for name, value in (*run.machine.items(), *run.versions.items())
+    ]
+    parts.append("\n".join(f"- {line}" for line in described))
+    return "\n\n".join(parts) + "\n"
+
+
+def remarks(points: Sequence[Point]) -> list[str]:
+    """One sentence per mark, and per cell that is incomplete or was measured again."""
+    lines: list[str] = []
+    for p in points:
+        cell = f"{p.pd_path} at {p.pd_input_len} tokens"
+        if p.pd_concurrency > 1:
+            cell += f" × {p.pd_concurrency}"
+        lines += [f"{MARKED} {cell}: {mark.detail}" for mark in p.pd_marks]
+        if p.pd_rounds < p.pd_rounds_asked:
+            lines.append(f"{cell}: {p.pd_rounds} of {p.pd_rounds_asked} rounds, then interrupted")
+        if p.pd_repeated_rounds:
+            lines.append(f"{cell}: {p.pd_repeated_rounds} rounds run again for stolen CPU time")
+        if p.pd_short_outputs:
+            lines.append(
+                f"{cell}: {p.pd_short_outputs} of {p.num_prompts} answers ended before "
+                f"{p.pd_output_len} tokens"
+            )
+    return lines
+
+
+def save(directory: Path, run: Run, points: Sequence[Point]) -> tuple[Path, ...]:
+    """One JSON file per point and one Markdown file; PdctlError where they can't be written."""
+    stem = f"{run.cluster}-{run.date}"
+    written: list[Path] = []
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for p in points:
+            path = directory / f"{stem}-{_file_name(p)}.json"
+            path.write_bytes(msgspec.json.format(msgspec.json.encode(p), indent=2) + b"\n")
+            written.append(path)
+        path = directory / f"{stem}.md"
+        path.write_text(markdown(run, points), encoding="utf-8")
+        written.append(path)
+    except OSError as error:
+        raise PdctlError(f"cannot write results: {error}") from error
+    return tuple(written)
+
+
+def _file_name(p: Point) -> str:
+    return f"{p.pd_path.replace('>', '-to-')}-in{p.pd_input_len}-conc{p.pd_concurrency}"
+
+
+def _baseline(column: Column, cells: Mapping[str, list[Turn]]) -> list[Turn]:
+    return cells.get(column.baseline, []) if column.baseline is not None else []
+
+
+def _matrix(points: Sequence[Point]) -> tuple[list[str], list[list[str]]]:
+    paths = list(dict.fromkeys(p.pd_path for p in points))
+    places = list(dict.fromkeys(Place(p.pd_input_len, p.pd_concurrency) for p in points))
+    by_cell = {(Place(p.pd_input_len, p.pd_concurrency), p.pd_path): p for p in points}
+    rows = [
+        [str(place.input_len), str(place.concurrency)]
+        + [_matrix_cell(by_cell.get((place, path))) for path in paths]
+        for place in places
+    ]
+    return ["tokens", "conc.", *paths], rows
+
+
+def _matrix_cell(p: Point | None) -> str:
+    if p is None:
+        return ABSENT
+    return _ms(p.median_ttft_ms) + (MARKED if p.pd_marks else "")
+
+
+def _ms(value: float | None) -> str:
+    return ABSENT if value is None else f"{value:.1f}"
+
+
+def _markdown_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [headers, ["---:"] * len(headers), *rows]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)

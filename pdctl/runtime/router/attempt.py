@@ -1,0 +1,221 @@
+"""One try of one request on one path: both legs at once, one deadline, one outcome.
+
+The rules (DESIGN §7): no byte of the decode leg leaves before prefill has succeeded; either
+leg's failure ends the other at once; decode done first still awaits prefill; whatever ends
+the try, both connections are closed and what an engine may still run is aborted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import anyio
+from anyio.abc import TaskGroup
+
+from pdctl.runtime.router.aborts import Aborter
+from pdctl.runtime.router.blame import blame, is_echo
+from pdctl.runtime.router.failure import RequestFailed
+from pdctl.runtime.router.legs import EngineCall
+from pdctl.runtime.router.policy import Path
+from pdctl.runtime.router.stream import Kind
+
+ECHO_GRACE_S = 0.25
+"""How long an echo ("peer lost") waits for the failure that it mirrors."""
+
+DRAIN_S = 1.0
+
+
+class ClientGone(Exception):
+    """The client closed its connection; nobody is left to tell anything."""
+
+
+class Delivery(Protocol):
+    """Where an answer goes: a client's response, or a canary's ledger.
+
+    All of it is called from one task; `event` begins the stream. Any may raise ClientGone.
+    """
+
+    @property
+    def begun(self) -> bool:
+        """Whether the client has a status; no other try can follow."""
+        ...
+
+    def route(self, path: Path, room: int | None, retried: Path | None) -> None:
+        """The path of the try that begins, and of the one that failed before it."""
+        ...
+
+    async def whole(self, body: bytes, content_type: str) -> None:
+        """The one answer of a request that does not stream."""
+        ...
+
+    async def event(self, raw: bytes) -> None:
+        """Bytes of one or more complete events, as the engine sent them."""
+        ...
+
+    async def end(self) -> None:
+        """The stream is complete."""
+        ...
+
+
+class Attempt:
+    """Drives the legs of one try.
+
+    Args:
+        decode: the leg whose answer the client sees (on an ordinary replica, the only one).
+        prefill: the other one, or None.
+        room: what aborts name; None without a handoff.
+        timeout_s: the deadline, counted from the last progress.
+    """
+
+    def __init__(
+        self,
+        decode: EngineCall,
+        prefill: EngineCall | None,
+        *,
+        room: int | None,
+        stream: bool,
+        timeout_s: float,
+        delivery: Delivery,
+        aborter: Aborter,
+    ) -> None:
+        self._decode = decode
+        self._prefill = prefill
+        self._calls = (decode,) if prefill is None else (prefill, decode)
+        self._room = room
+        self._stream = stream
+        self._timeout_s = timeout_s
+        self._delivery = delivery
+        self._aborter = aborter
+        self._prefilled = anyio.Event()
+        self._failures: list[RequestFailed] = []
+        self._gone = False
+        self._deadline = 0.0
+
+    async def run(self) -> None:
+        """Until the whole answer has been delivered.
+
+        Raises:
+            RequestFailed: what the client should be told.
+            ClientGone: there is no client any more.
+        """
+        try:
+            async with anyio.create_task_group() as tasks:
+                self._start(tasks)
+        finally:
+            self._close()
+        if self._gone:
+            raise ClientGone
+        if self._failures:
+            raise blame(self._failures)
+
+    def _start(self, tasks: TaskGroup) -> None:
+        self._renew()
+        tasks.start_soon(self._expire, tasks)
+        for call in self._calls:
+            tasks.start_soon(self._watch, call, tasks)
+        if self._prefill is None:
+            self._prefilled.set()
+        else:
+            tasks.start_soon(self._run_prefill, self._prefill, tasks)
+        tasks.start_soon(self._run_decode, self._decode, tasks)
+
+    async def _run_prefill(self, call: EngineCall, tasks: TaskGroup) -> None:
+        try:
+            await call.send()
+            await call.whole()
+        except RequestFailed as failure:
+            self._fail(failure, tasks)
+        else:
+            self._renew()
+            self._prefilled.set()
+
+    async def _run_decode(self, call: EngineCall, tasks: TaskGroup) -> None:
+        try:
+            await call.send()
+            if self._stream:
+                await self._relay_events(call)
+            else:
+                body = await call.whole()
+                await self._prefilled.wait()
+                await self._delivery.whole(body, call.content_type)
+        except RequestFailed as failure:
+            self._fail(failure, tasks)
+        except ClientGone:
+            self._gone = True
+            tasks.cancel_scope.cancel()
+        else:
+            tasks.cancel_scope.cancel()
+
+    async def _relay_events(self, call: EngineCall) -> None:
+        await self._relay_first(call)
+        while not call.finished:
+            event = await call.event()
+            if event is None:
+                raise call.truncated()
+            self._renew()
+            call.finished = event.kind is Kind.DONE
+            await self._delivery.event(event.raw)
+        await self._delivery.end()
+        with anyio.move_on_after(DRAIN_S):
+            await call.drain()
+
+    async def _relay_first(self, call: EngineCall) -> None:
+        """Reads up to the first output before the client gets a status; what comes before
+        it (comments, an empty chunk) leaves together with it (U36)."""
+        held = bytearray()
+        while True:
+            event = await call.event()
+            if event is None:
+                raise call.truncated()
+            self._renew()
+            if event.kind is Kind.ERROR:
+                raise call.told(event)
+            held += event.raw
+            if event.kind in (Kind.CONTENT, Kind.DONE):
+                break
+        call.finished = event.kind is Kind.DONE
+        await self._prefilled.wait()
+        await self._delivery.event(bytes(held))
+
+    async def _watch(self, call: EngineCall, tasks: TaskGroup) -> None:
+        await call.seat.lost.wait()
+        if not call.finished:
+            self._fail(call.lost(call.seat.lost_cause), tasks)
+
+    async def _expire(self, tasks: TaskGroup) -> None:
+        while True:
+            left_s = self._deadline - anyio.current_time()
+            if left_s <= 0:
+                break
+            await anyio.sleep(left_s)
+        late = next((call for call in self._calls if not call.finished), self._decode)
+        self._fail(late.expired(self._timeout_s), tasks)
+
+    def _renew(self) -> None:
+        self._deadline = anyio.current_time() + self._timeout_s
+
+    def _fail(self, failure: RequestFailed, tasks: TaskGroup) -> None:
+        """Ends the try; an echo first leaves the other leg a moment to say what happened."""
+        first = not self._failures
+        self._failures.append(failure)
+        if first and is_echo(failure) and len(self._calls) > 1:
+            tasks.start_soon(self._end_soon, tasks)
+        else:
+            tasks.cancel_scope.cancel()
+
+    async def _end_soon(self, tasks: TaskGroup) -> None:
+        await anyio.sleep(ECHO_GRACE_S)
+        tasks.cancel_scope.cancel()
+
+    def _close(self) -> None:
+        """Closes both connections and has unfinished legs aborted; waits for nothing, so a
+        second cancellation cannot interrupt it."""
+        for call in self._unfinished():
+            if self._room is not None and call.reached:
+                self._aborter.abort(call.seat, call.spec, self._room)
+        for call in self._calls:
+            call.close()
+
+    def _unfinished(self) -> Sequence[EngineCall]:
+        return [call for call in self._calls if not call.finished]

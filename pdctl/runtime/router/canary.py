@@ -1,0 +1,215 @@
+"""A real generation through every path before it takes traffic, and what it must show.
+
+A pair's canary sends one completion prefill → decode and compares the first tokens with what
+the decode engine computes alone, step by step, on the log probabilities of the five most
+likely tokens. Then a chat request goes the same way, so that templates which the two engines
+render differently fail on the handoff's token digest. An ordinary replica's canary is the
+same two requests without a comparison.
+
+The bound. Pages hold 16 bits per number and engines compute in 16 or 32: on the checkpoints
+that the tests use, right KV moves a top-5 log probability by less than 0.05 in float16.
+Wrong KV (zero, K and V swapped, shifted by one token, rotated with another theta) moves one
+of them by more than 1. `BOUND` lies between.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from pdctl.runtime.router.endpoints import CHAT_COMPLETIONS, COMPLETIONS
+from pdctl.runtime.router.failure import RequestFailed
+from pdctl.runtime.router.members import Roster, Verdict
+from pdctl.runtime.router.policy import Path
+from pdctl.runtime.router.relay import Relay
+from pdctl.runtime.router.request import Ask
+
+log = logging.getLogger("pdctl.router")
+
+BOUND = 0.5
+"""Largest difference of one token's log probability that rounding may explain (nats)."""
+
+TOP = 5
+TOKENS = 4
+TIMEOUT_S = 120.0
+
+PROMPT = (
+    "In a small town by the sea there lived an old clock maker who repaired every watch that "
+    "people brought to him. One winter morning a girl came with a silver watch that had "
+    "stopped at seven minutes past nine, and she asked him whether time itself could be "
+    "mended. He opened the case, looked at the tiny wheels, smiled and said that"
+)
+"""Over one page (64 tokens) with any tokenizer, so that a page boundary is crossed."""
+
+QUESTION = "Name one colour."
+
+
+class Token(msgspec.Struct, frozen=True):
+    id: int
+    logprob: float
+
+
+class Step(msgspec.Struct, frozen=True):
+    """One sampled token and the likeliest ones at its place."""
+
+    chosen: int
+    top: tuple[Token, ...]
+
+
+class CanaryFailed(Exception):
+    pass
+
+
+class Ledger:
+    """A delivery that keeps the answer."""
+
+    def __init__(self) -> None:
+        self.body = b""
+        self.begun = False
+
+    def route(self, path: Path, room: int | None, retried: Path | None) -> None:
+        return
+
+    async def whole(self, body: bytes, content_type: str) -> None:
+        self.body = body
+
+    async def event(self, raw: bytes) -> None:
+        self.body += raw
+
+    async def end(self) -> None:
+        return
+
+
+def completion(model: str) -> Ask:
+    """Greedy, with log probabilities, past every prompt cache."""
+    body: dict[str, Any] = {
+        "model": model,
+        "prompt": PROMPT,
+        "max_tokens": TOKENS,
+        "temperature": 0.0,
+        "logprobs": True,
+        "top_logprobs": TOP,
+        "pdctl_cache": False,
+    }
+    return Ask(endpoint=COMPLETIONS, body=body, stream=False)
+
+
+def chat(model: str) -> Ask:
+    body: dict[str, Any] = {
+        "model": model,
+        "messages": [{"role": "user", "content": QUESTION}],
+        "max_tokens": 2,
+        "temperature": 0.0,
+        "pdctl_cache": False,
+    }
+    return Ask(endpoint=CHAT_COMPLETIONS, body=body, stream=False)
+
+
+def steps_of(body: bytes) -> tuple[Step, ...]:
+    """The sampled tokens of an answer with `logprobs.content`.
+
+    Raises:
+        CanaryFailed: it has none.
+    """
+    try:
+        content = msgspec.json.decode(body)["choices"][0]["logprobs"]["content"]
+        return tuple(_step(entry) for entry in content)
+    except (msgspec.DecodeError, KeyError, IndexError, TypeError, ValueError) as error:
+        raise CanaryFailed(f"its answer has no log probabilities ({error!r})") from None
+
+
+def _step(entry: dict[str, Any]) -> Step:
+    top = tuple(Token(int(t["id"]), float(t["logprob"])) for t in entry["top_logprobs"])
+    return Step(int(entry["id"]), top)
+
+
+def difference(alone: Sequence[Step], handed: Sequence[Step], bound: float = BOUND) -> str | None:
+    """What shows that the handed-over KV is not the engine's own; None when nothing does.
+
+    Steps are compared while both chose the same token; where they part, the two choices must
+    have been within `bound` of each other.
+    """
+    if not alone or not handed:
+        return "no token was generated"
+    for at, (own, other) in enumerate(zip(alone, handed, strict=False)):
+        worst = _worst(own, other)
+        if not worst <= bound:
+            return (
+                f"log probabilities at token {at} differ by {worst:.2f} from what the engine "
+                f"computes alone (at most {bound:g} is rounding): the KV cache is not its own"
+            )
+        if own.chosen != other.chosen:
+            return None
+    return None
+
+
+def _worst(own: Step, other: Step) -> float:
+    """Largest difference over both lists; a token that one list lacks is at most as likely
+    there as that list's last."""
+    left, right = _by_id(own), _by_id(other)
+    floors = min(left.values()), min(right.values())
+    worst = 0.0
+    for token in left.keys() | right.keys():
+        if token in left and token in right:
+            apart = abs(left[token] - right[token])
+        elif token in left:
+            apart = left[token] - floors[1]
+        else:
+            apart = right[token] - floors[0]
+        worst = max(worst, apart) if apart == apart else float("inf")
+    return worst
+
+
+def _by_id(step: Step) -> dict[int, float]:
+    return {token.id: token.logprob for token in step.top} or {step.chosen: 0.0}
+
+
+class Canary:
+    """Tries one path, and knows what each engine computes alone."""
+
+    def __init__(self, relay: Relay, roster: Roster, model: str, timeout_s: float) -> None:
+        self._relay = relay
+        self._roster = roster
+        self._model = model
+        self._timeout_s = min(timeout_s, TIMEOUT_S)
+        self._alone: dict[tuple[str, int], tuple[Step, ...]] = {}
+
+    async def judge(self, path: Path, incarnations: tuple[int, ...]) -> Verdict | None:
+        """A verdict for these incarnations; None when an end went away meanwhile."""
+        cause = None
+        try:
+            await self._try(path)
+        except RequestFailed as failure:
+            cause = failure.message
+        except CanaryFailed as failure:
+            cause = f"{path.text}: {failure}"
+        if self._roster.incarnations(path) != incarnations or self._roster.closed_cause(path):
+            return None
+        return Verdict(incarnations=incarnations, cause=cause)
+
+    async def _try(self, path: Path) -> None:
+        if path.prefill is None:
+            steps_of(await self._answer(path, completion(self._model)))
+        else:
+            alone = await self._computed_alone(path.decode)
+            handed = steps_of(await self._answer(path, completion(self._model)))
+            found = difference(alone, handed)
+            if found is not None:
+                raise CanaryFailed(found)
+        await self._answer(path, chat(self._model))
+
+    async def _computed_alone(self, name: str) -> tuple[Step, ...]:
+        incarnation = self._roster.incarnations(Path(None, name))[0]
+        known = self._alone.get((name, incarnation))
+        if known is None:
+            known = steps_of(await self._answer(Path(None, name), completion(self._model)))
+            self._alone[name, incarnation] = known
+        return known
+
+    async def _answer(self, path: Path, ask: Ask) -> bytes:
+        ledger = Ledger()
+        await self._relay.attempt(path, ask, ledger, timeout_s=self._timeout_s)
+        return ledger.body

@@ -1,0 +1,160 @@
+"""What `/metrics` shows: the replicas' own counters, and what the router measures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from pdctl.handoff.counters import BUCKETS_S, Counters, PairCounters
+from pdctl.runtime.router.failure import RequestFailed
+from pdctl.runtime.router.members import Roster, Seat
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+GAUGES = frozenset({"handoffs_active", "buffer_bytes_used", "waiters", "requests_active"})
+SCALARS = tuple(
+    name for name in Counters.__struct_fields__ if name not in ("failures", "phases", "pairs")
+)
+_BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
+
+
+def pair_counters(prefill: Seat | None, decode: Seat | None) -> PairCounters:
+    """A pair's counters: of what both ends count, the larger; the ends report at different
+    moments, and some failures are known to one of them only."""
+    ends = [
+        seat.state.counters.pairs.get(peer.name, PairCounters())
+        for seat, peer in ((prefill, decode), (decode, prefill))
+        if seat is not None and peer is not None
+    ]
+    names = PairCounters.__struct_fields__
+    return PairCounters(**{n: max((getattr(end, n) for end in ends), default=0) for n in names})
+
+
+class Meter:
+    """The router's own measurements, and the registry that `/metrics` prints."""
+
+    def __init__(self, roster: Roster) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(_Replicas(roster))
+        self.active = 0
+        self.total = 0
+        self.failures = 0
+        self._active = Gauge(
+            "pdctl_router_requests_active", "Requests in the router.", registry=self._registry
+        )
+        self._requests = Counter(
+            "pdctl_router_requests",
+            "Answered requests, by path and status.",
+            ["path", "status"],
+            registry=self._registry,
+        )
+        self._failed = Counter(
+            "pdctl_router_failures",
+            "Failed legs, by leg, replica and cause.",
+            ["leg", "replica", "cause"],
+            registry=self._registry,
+        )
+        self._ttft = self._histogram("pdctl_router_ttft_seconds", "Arrival to first byte sent.")
+        self._e2e = self._histogram("pdctl_router_e2e_seconds", "Arrival to last byte sent.")
+
+    def _histogram(self, name: str, says: str) -> Histogram:
+        return Histogram(name, says, ["path"], buckets=_BUCKETS, registry=self._registry)
+
+    def began(self) -> None:
+        self.active += 1
+        self.total += 1
+        self._active.set(self.active)
+
+    def ended(self, path: str, status: str, *, ttft_s: float | None, e2e_s: float) -> None:
+        """`status`: the HTTP status, "cut" for a stream that ended in an error, "gone" for a
+        client that left."""
+        self.active -= 1
+        self._active.set(self.active)
+        self._requests.labels(path, status).inc()
+        if status == "200":
+            self._e2e.labels(path).observe(e2e_s)
+            if ttft_s is not None:
+                self._ttft.labels(path).observe(ttft_s)
+        elif status != "gone":
+            self.failures += 1
+
+    def failed(self, failure: RequestFailed) -> None:
+        if failure.leg is not None:
+            self._failed.labels(failure.leg, failure.replica or "", failure.code or "").inc()
+
+    def text(self) -> bytes:
+        return generate_latest(self._registry)
+
+
+class _Replicas(Collector):
+    """Counters under the names that DESIGN §6 fixes (prefix `pdctl_`, nothing appended)."""
+
+    def __init__(self, roster: Roster) -> None:
+        self._roster = roster
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        seats = self._roster.seats()
+        for name in SCALARS:
+            family = Metric(f"pdctl_{name}", f"{name} of one replica.", _kind(name))
+            for seat in seats:
+                labels = {"replica": seat.name, "role": seat.state.role.value}
+                family.add_sample(f"pdctl_{name}", labels, getattr(seat.state.counters, name))
+            yield family
+        yield self._causes(seats)
+        yield self._phases(seats)
+        yield from self._pairs()
+        yield self._states()
+
+    def _causes(self, seats: Iterable[Seat]) -> Metric:
+        name = "pdctl_handoffs_failed_by_cause"
+        family = Metric(name, "handoffs_failed of one replica, by cause.", "unknown")
+        for seat in seats:
+            for cause, count in seat.state.counters.failures.items():
+                family.add_sample(name, {"replica": seat.name, "cause": cause}, count)
+        return family
+
+    def _phases(self, seats: Iterable[Seat]) -> Metric:
+        family = HistogramMetricFamily(
+            "pdctl_handoff_phase_seconds",
+            "Seconds per phase of a handoff.",
+            labels=["replica", "phase"],
+        )
+        for seat in seats:
+            for phase, histogram in seat.state.counters.phases.items():
+                buckets, running = [], 0
+                bounds = [*(repr(bound) for bound in BUCKETS_S), "+Inf"]
+                for bound, count in zip(bounds, histogram.counts, strict=True):
+                    running += count
+                    buckets.append((bound, running))
+                family.add_metric([seat.name, phase], buckets, histogram.sum_s)
+        return family
+
+    def _pairs(self) -> Iterator[Metric]:
+        pairs = [path for path in self._roster.paths if path.prefill is not None]
+        for field in PairCounters.__struct_fields__:
+            name = f"pdctl_pair_{field}"
+            family = Metric(name, f"{field} of one pair.", _kind(field))
+            for path in pairs:
+                ends = self._roster.seat(path.prefill or ""), self._roster.seat(path.decode)
+                labels = {"prefill": path.prefill or "", "decode": path.decode}
+                family.add_sample(name, labels, getattr(pair_counters(*ends), field))
+            yield family
+
+    def _states(self) -> Metric:
+        family = GaugeMetricFamily(
+            "pdctl_path_ready", "1 while the path takes requests.", labels=["path"]
+        )
+        ready = set(self._roster.ready())
+        for path in self._roster.paths:
+            family.add_metric([path.text], float(path in ready))
+        return family
+
+
+def _kind(name: str) -> str:
+    return "gauge" if name in GAUGES else "unknown"

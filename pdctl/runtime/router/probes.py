@@ -1,0 +1,69 @@
+"""Active health checks. They close a replica that does not answer, and clear passive marks.
+
+An answer of any kind is health: only a connection that fails, or silence, is not.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import aiohttp
+import anyio
+
+from pdctl.runtime.router.members import Roster, Seat
+
+log = logging.getLogger("pdctl.router")
+
+PROBE_EVERY_S = 5.0
+PROBE_SUSPECT_EVERY_S = 0.5
+PROBE_TIMEOUT_S = 5.0
+SILENT_LIMIT = 3
+"""Probes without an answer before a replica that nothing else accuses is closed."""
+
+
+class Probes:
+    """Asks each ready replica's `/health`; suspects more often."""
+
+    def __init__(self, roster: Roster, session: aiohttp.ClientSession) -> None:
+        self._roster = roster
+        self._session = session
+        self._silent: dict[str, int] = {}
+
+    async def run(self, name: str) -> None:
+        """Watches one replica for good."""
+        while True:
+            seat = self._roster.seat(name)
+            suspected = seat is not None and seat.suspect is not None
+            with anyio.move_on_after(PROBE_SUSPECT_EVERY_S if suspected else PROBE_EVERY_S):
+                await self._accused(name, suspected)
+            seat = self._roster.seat(name)
+            if seat is not None and seat.state.state in ("ready", "draining"):
+                await self._probe(seat)
+
+    async def _accused(self, name: str, already: bool) -> None:
+        """Until the replica is first suspected; for good where it is already."""
+        while True:
+            await self._roster.changed()
+            seat = self._roster.seat(name)
+            if not already and seat is not None and seat.suspect is not None:
+                await anyio.sleep(PROBE_SUSPECT_EVERY_S)
+                return
+
+    async def _probe(self, seat: Seat) -> None:
+        cause = await self._asked(seat.base_url)
+        if cause is None:
+            self._silent[seat.name] = 0
+            self._roster.trust(seat)
+            return
+        self._silent[seat.name] = self._silent.get(seat.name, 0) + 1
+        if self._silent[seat.name] >= SILENT_LIMIT:
+            self._roster.suspect(seat, f"{seat.name} does not answer: {cause}")
+
+    async def _asked(self, base_url: str) -> str | None:
+        with anyio.move_on_after(PROBE_TIMEOUT_S):
+            try:
+                async with self._session.get(base_url + "/health"):
+                    return None
+            except (aiohttp.ClientError, OSError) as error:
+                return str(error) or type(error).__name__
+        return f"no answer to /health within {PROBE_TIMEOUT_S:g} s"

@@ -91,7 +91,7 @@ class MlxSpec:
         text = body.decode("utf-8", "replace").strip()
         try:
             error = json.loads(text)["error"]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             return text[:500] or f"HTTP {status} without a body", None
         if isinstance(error, dict):
             cause = error.get("code")

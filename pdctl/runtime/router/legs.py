@@ -154,7 +154,7 @@ class EngineCall:
 
     def truncated(self) -> RequestFailed:
         """The stream ended without `[DONE]`: only Done is done."""
-        where = "in the middle of an event" if self._splitter.partial else "without [DONE]"
+        where = "in the middle of an event" if self._splitter.partial else "before its end"
         return self._failure(f"its stream ended {where}", code="truncated")
 
     def expired(self, timeout_s: float) -> RequestFailed:

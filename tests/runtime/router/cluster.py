@@ -11,6 +11,7 @@ from typing import Any
 
 import aiohttp
 import anyio
+from runtime.router.fakes import FakeEngine, StubKeeper
 
 from pdctl.engines.channel import RouterAssignment
 from pdctl.runtime.router.server import Router, attached
@@ -25,7 +26,6 @@ from pdctl.topology.model import (
     Transport,
 )
 from pdctl.topology.plan import PairPlan, Plan, ReplicaPlan
-from runtime.router.fakes import FakeEngine, StubKeeper
 
 MODEL = "tiny"
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
@@ -102,7 +102,6 @@ class Cluster:
         self.keeper = keeper
         self.router = router
         self.http = http
-        self._tasks_at_rest = 0
 
     def __getitem__(self, name: str) -> FakeEngine:
         return self.engines[name]
@@ -132,15 +131,9 @@ class Cluster:
             engine.aborted.clear()
             engine.stalled.clear()
 
-    async def at_rest(self) -> None:
-        """Marks the number of tasks that an idle router has."""
-        await eventually(self._is_idle)
-        self._tasks_at_rest = await _steady(lambda: len(asyncio.all_tasks()))
-
     async def nothing_open(self) -> None:
         """Every leg, abort, connection in use and task of a request is gone."""
         await eventually(self._is_idle)
-        await eventually(lambda: self.router.meter.active == 0)
 
     def _is_idle(self) -> bool:
         aborter = self.router.aborter
@@ -151,6 +144,7 @@ class Cluster:
             and aborter.running == 0
             and self.router.meter.active == 0
             and self.router.connections_in_use == 0
+            and not _request_tasks()
         )
 
 
@@ -161,12 +155,10 @@ async def eventually(condition: Callable[[], bool]) -> None:
             await anyio.sleep(0.002)
 
 
-async def _steady(value: Callable[[], int]) -> int:
-    last = value()
-    for _ in range(20):
-        await anyio.sleep(0.001)
-        last = value()
-    return last
+def _request_tasks() -> list[str]:
+    """Tasks of one request's legs, watchers and aborts that still exist."""
+    names = (getattr(task.get_coro(), "__qualname__", "") for task in asyncio.all_tasks())
+    return [name for name in names if name.startswith(("Attempt.", "Aborter.", "Front._gen"))]
 
 
 @contextlib.asynccontextmanager
@@ -214,7 +206,7 @@ async def cluster(
         if canaries:
             await running.ready(*(path.text for path in router.roster.paths))
             running.forget()
-            await running.at_rest()
+            await running.nothing_open()
         yield running
         for engine in keeper.engines.values():
             engine.release.set()

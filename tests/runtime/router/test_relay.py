@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import pytest
-
 from runtime.router.cluster import CHAT, COMPLETION, cluster, eventually
 from runtime.router.fakes import (
     DONE,
@@ -58,7 +58,6 @@ async def test_both_legs_carry_one_leg_and_prefill_is_cut_to_one_token() -> None
         (_, prefill), (_, decode) = c["p0"].bodies[0], c["d0"].bodies[0]
     assert prefill["pdctl"] == decode["pdctl"]
     assert prefill["pdctl"]["room"] == int(answer.headers["x-pdctl-room"])
-    assert (prefill["prefill"] if "prefill" in prefill else None) is None
     assert prefill["pdctl"]["prefill"] == "p0"
     assert prefill["pdctl"]["decode"] == "d0"
     assert prefill["pdctl"]["sender"] == "127.0.0.1:9"
@@ -72,16 +71,11 @@ async def test_no_decode_chunk_leaves_before_prefill_succeeded() -> None:
     """R22, R31: decode has streamed everything; the client has no status until prefill is
     done, then gets all of it."""
 
-    def slow_prefill(engines: dict) -> None:
-        return None
-
-    async with cluster(set_up=slow_prefill) as c:
+    async with cluster() as c:
         c["p0"].on["prefill"] = stalls_then()
         served = c["d0"].served
         body = {**CHAT, "stream": True}
         pending = c.post("/v1/chat/completions", body)
-        import asyncio
-
         task = asyncio.ensure_future(pending)
         await c["p0"].stalled.wait()
         await eventually(lambda: c["d0"].served > served)
@@ -99,8 +93,6 @@ async def test_keepalives_and_empty_chunks_wait_for_the_first_output() -> None:
     rest = [chunk_of(body, "a"), KEEPALIVE, chunk_of(body, None, "stop"), DONE]
     async with cluster("o0") as c:
         c["o0"].on["alone"] = streams(first, hang=True)
-        import asyncio
-
         task = asyncio.ensure_future(c.post("/v1/chat/completions", body))
         await c["o0"].stalled.wait()
         assert not task.done()

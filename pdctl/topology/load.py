@@ -121,7 +121,8 @@ class Draft(msgspec.Struct, frozen=True, kw_only=True):
     """What could be read of a file.
 
     `topology` holds placeholders where `diagnostics` has errors; None where the file is not
-    TOML at all. `partial` says that some replica's role is unknown, so "there is none" can't be said.
+    TOML at all. `partial` says that some replica's role is unknown, so that "there is none"
+    can't be said.
     """
 
     topology: Topology | None
@@ -194,7 +195,7 @@ def _syntax_error(source: str, error: Exception) -> Draft:
         return _unreadable("syntax", f"{source} is nested too deeply")
     place = re.search(r"\s*\(at (?:line (\d+), column (\d+)|end of document)\)$", str(error))
     reason = str(error)[: place.start()] if place else str(error)
-    where = f", line {place[1]}, column {place[2]}" if place and place[1] else ""
+    where = f", line {place[1]}, column {place[2]}" if place and place[1] else ", at its end"
     return _unreadable("syntax", f"{source}{where}: {reason[:1].lower()}{reason[1:]}")
 
 

@@ -7,6 +7,8 @@ place that turns one into an exit code; foreign exceptions are translated where 
     ├── UsageError                 2    a flag or an argument
     │   └── TopologyError          2    the file
     ├── ContractError              3    two replicas may not exchange KV cache
+    ├── ClusterError               1    what runs: nothing, somebody else's, no agent
+    │   └── AgentLost              1    a host's agent does not answer, or not ours
     ├── HostError                  4    unreachable, or not fit
     ├── LaunchError                5    failed or timed out; everything rolled back
     ├── InterruptedLaunch        130    Ctrl-C or a signal; everything rolled back
@@ -57,6 +59,14 @@ class ContractError(PdctlError):
 
 class HostError(PdctlError):
     exit_code = 4
+
+
+class ClusterError(PdctlError):
+    pass
+
+
+class AgentLost(ClusterError):
+    pass
 
 
 class LaunchError(PdctlError):

@@ -1,0 +1,221 @@
+"""The state directory of one cluster: what `up` wrote and `ps`, `logs` and `down` read.
+
+    ~/.local/state/pdctl/NAME/      0700, XDG_STATE_HOME honoured; every file 0600
+        cluster.json                ClusterRecord
+        key                         32 random bytes, hex
+        api_key                     the router's, where the topology names one
+        lock                        held while a command changes the cluster; says by whom
+        agent-HOST.json             the agent's journal
+        logs/REPLICA.log            kept until the next `up`
+
+Unix sockets lie elsewhere, in `/tmp/pdctl-UID/RUN8/`: their paths are limited to 104 bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import os
+import secrets
+import tomllib
+from pathlib import Path
+
+import msgspec
+
+from pdctl.errors import ClusterError, TopologyError
+from pdctl.runtime.hosts.interface import Mark
+from pdctl.runtime.hosts.local import LocalHost
+from pdctl.topology.contract import Contract
+from pdctl.topology.model import Topology
+from pdctl.topology.plan import Plan
+
+RECORD_FORMAT = 1
+
+
+class AgentRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One host's agent."""
+
+    port: int
+    mark: Mark
+
+
+class ClusterRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One `up`: everything that an agent needs to run it, and `down` to end it."""
+
+    format: int = RECORD_FORMAT
+    run: str
+    """Random; in the environment of every process of this `up`."""
+    phase: str
+    """ "starting" | "running" | "stopping"."""
+    created_at: float
+    """Unix seconds."""
+    topology_path: str
+    topology: Topology
+    plan: Plan
+    contract: Contract
+    agents: dict[str, AgentRecord] = {}
+    url: str | None = None
+
+    @property
+    def cluster(self) -> str:
+        return self.topology.name
+
+    @property
+    def socket_dir(self) -> str:
+        return f"/tmp/pdctl-{os.getuid()}/{self.run[:8]}"
+
+
+class StateDir:
+    """The files of one cluster. Owns no process; not locked by itself (`lock.py`)."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._host = LocalHost()
+
+    @classmethod
+    def of(cls, cluster: str) -> StateDir:
+        return cls(state_home() / cluster)
+
+    @property
+    def lock(self) -> Path:
+        return self.path / "lock"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    def log(self, name: str) -> Path:
+        """Of a replica, "router", or "agent-HOST"."""
+        return self.logs / f"{name}.log"
+
+    def journal(self, host: str) -> Path:
+        return self.path / f"agent-{host}.json"
+
+    def make(self) -> None:
+        """The folder and its logs, 0700. HostError when it is somebody else's."""
+        self._host.make_dir(str(self.path))
+        self._host.make_dir(str(self.logs))
+
+    def read(self) -> ClusterRecord | None:
+        """None where nothing was launched.
+
+        Raises:
+            ClusterError: written by another version, or damaged.
+        """
+        raw = self._host.read(str(self.path / "cluster.json"), max_bytes=64 << 20)
+        if raw is None:
+            return None
+        try:
+            record = msgspec.json.decode(raw, type=ClusterRecord)
+        except msgspec.MsgspecError as error:
+            raise ClusterError(
+                f"{self.path}/cluster.json can't be read: {error}",
+                hint="use the version of pdctl that launched this cluster",
+            ) from error
+        if record.format != RECORD_FORMAT:
+            raise ClusterError(
+                f"{self.path}/cluster.json has format {record.format}",
+                hint="use the version of pdctl that launched this cluster",
+            )
+        return record
+
+    def write(self, record: ClusterRecord) -> None:
+        self._host.write(str(self.path / "cluster.json"), msgspec.json.encode(record))
+
+    def create_key(self) -> str:
+        key = secrets.token_hex(32)
+        self._host.write(str(self.path / "key"), key.encode())
+        return key
+
+    def write_api_key(self, key: str) -> None:
+        self._host.write(str(self.path / "api_key"), key.encode())
+
+    def read_key(self) -> str:
+        """Raises ClusterError where there is none."""
+        raw = self._host.read(str(self.path / "key"))
+        if not raw:
+            raise ClusterError(f"{self.path}/key is missing")
+        return raw.decode()
+
+    def read_api_key(self) -> str | None:
+        raw = self._host.read(str(self.path / "api_key"))
+        return raw.decode() if raw else None
+
+    def clear_logs(self) -> None:
+        for log in self.logs.glob("*.log"):
+            self._host.remove(str(log))
+
+    def clear(self) -> None:
+        """Removes everything but logs and lock; nothing runs any more. The record goes last:
+        whatever fails before it can be tried again."""
+        names = list(self.path.glob("agent-*.json"))
+        names += [self.path / name for name in ("key", "api_key", "cluster.json")]
+        for name in names:
+            self._host.remove(str(name))
+
+    def prune(self) -> None:
+        """Removes the folders where nothing is in them: a launch that never began."""
+        for folder in (self.logs, self.path):
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+
+
+def state_home() -> Path:
+    """Where every cluster's folder lies."""
+    base = os.environ.get("XDG_STATE_HOME")
+    home = Path(base) if base and os.path.isabs(base) else Path.home() / ".local" / "state"
+    return home / "pdctl"
+
+
+def clusters() -> list[StateDir]:
+    """Every cluster that this user launched and did not take down."""
+    return [StateDir(p.parent) for p in sorted(state_home().glob("*/cluster.json"))]
+
+
+def resolve(target: str) -> StateDir:
+    """The state of a cluster by its name or by its topology's path.
+
+    A file that is no longer valid still names its cluster: one must be able to stop it.
+
+    Raises:
+        TopologyError: neither a file nor a cluster that runs.
+    """
+    path = Path(target).expanduser()
+    if not path.is_file():
+        state = StateDir.of(target) if os.sep not in target else None
+        if state is not None and state.path.is_dir():
+            return state
+        raise TopologyError(
+            f'"{target}" is neither a topology file nor a cluster that was launched here',
+            hint="give the path of a topology, or the name that stands in it",
+        )
+    for state in clusters():
+        record = state.read()
+        if record is not None and record.topology_path == str(path.resolve()):
+            return state
+    return StateDir.of(_declared_name(path))
+
+
+def _declared_name(path: Path) -> str:
+    try:
+        name = tomllib.loads(path.read_text())["name"]
+    except (OSError, ValueError, KeyError) as error:
+        raise TopologyError(
+            f"{path}: no cluster name can be read from it",
+            hint="give the cluster's name instead of the file",
+        ) from error
+    if not isinstance(name, str) or not name or "/" in name or name.startswith("."):
+        raise TopologyError(f"{path}: name is not a cluster name")
+    return name
+
+
+def actor_key(key: str) -> str:
+    """What agents and their callers prove to each other. Engines never see it: frames of the
+    actor system are pickles, so whoever has it runs code."""
+    return hmac.new(bytes.fromhex(key), b"pdctl.actor.v1", hashlib.sha256).hexdigest()
+
+
+def handoff_key(key: str) -> bytes:
+    """What tickets and the two ends of a handoff are proven with; 32 bytes."""
+    return hmac.new(bytes.fromhex(key), b"pdctl.handoff.v1", hashlib.sha256).digest()

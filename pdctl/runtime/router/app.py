@@ -142,6 +142,11 @@ class _Hangup(Exception):
 
 
 async def _body(request: web.Request) -> bytes:
+    encoding = request.headers.get("Content-Encoding", "identity")
+    if encoding.lower() != "identity":
+        raise RequestFailed(
+            415, "send the body as it is, without Content-Encoding", code="unsupported_encoding"
+        )
     try:
         return await request.read()
     except web.HTTPRequestEntityTooLarge:

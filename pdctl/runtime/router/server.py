@@ -99,6 +99,7 @@ class Router:
             front.application(),
             handler_cancellation=True,
             access_log=None,
+            auto_decompress=False,
             shutdown_timeout=SHUTDOWN_S,
         )
         await runner.setup()

@@ -1,0 +1,124 @@
+"""A body is checked before anything is scheduled."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from pdctl.runtime.router.endpoints import CHAT_COMPLETIONS, COMPLETIONS
+from pdctl.runtime.router.failure import RequestFailed
+from pdctl.runtime.router.policy import Path
+from pdctl.runtime.router.request import check, objections
+from pdctl.topology.model import Role
+
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+TEXT = {"model": "m", "prompt": "hi"}
+
+
+def checked(endpoint: str, body: Any) -> dict[str, Any]:
+    return check(endpoint, json.dumps(body).encode(), "m").body
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "extra", "param"),
+    [
+        (CHAT_COMPLETIONS, {"n": 2}, "n"),
+        (CHAT_COMPLETIONS, {"n": 0}, "n"),
+        (CHAT_COMPLETIONS, {"n": True}, "n"),
+        (COMPLETIONS, {"best_of": 3}, "best_of"),
+        (CHAT_COMPLETIONS, {"stream": "yes"}, "stream"),
+        (CHAT_COMPLETIONS, {"stream_options": {"include_usage": True}}, "stream_options"),
+        (CHAT_COMPLETIONS, {"stream": True, "stream_options": []}, "stream_options"),
+        (
+            CHAT_COMPLETIONS,
+            {"stream": True, "stream_options": {"include_usage": "x"}},
+            "stream_options",
+        ),
+        (CHAT_COMPLETIONS, {"max_tokens": 0}, "max_tokens"),
+        (CHAT_COMPLETIONS, {"max_tokens": 1.5}, "max_tokens"),
+        (CHAT_COMPLETIONS, {"max_completion_tokens": -1}, "max_completion_tokens"),
+        (CHAT_COMPLETIONS, {"temperature": "hot"}, "temperature"),
+        (CHAT_COMPLETIONS, {"stop": [1]}, "stop"),
+        (CHAT_COMPLETIONS, {"messages": []}, "messages"),
+        (CHAT_COMPLETIONS, {"messages": "hi"}, "messages"),
+        (CHAT_COMPLETIONS, {"messages": ["hi"]}, "messages"),
+        (CHAT_COMPLETIONS, {"messages": [{"content": "hi"}]}, "messages"),
+        (CHAT_COMPLETIONS, {"messages": [{"role": "user", "content": 3}]}, "messages"),
+        (CHAT_COMPLETIONS, {"response_format": "json"}, "response_format"),
+        (COMPLETIONS, {"prompt": ["a", "b"]}, "prompt"),
+        (COMPLETIONS, {"prompt": [[1], [2]]}, "prompt"),
+        (COMPLETIONS, {"prompt": []}, "prompt"),
+        (COMPLETIONS, {"prompt": ""}, "prompt"),
+        (COMPLETIONS, {"prompt": None}, "prompt"),
+        (COMPLETIONS, {"prompt": {"a": 1}}, "prompt"),
+        (COMPLETIONS, {"prompt": [1, "a"]}, "prompt"),
+        (COMPLETIONS, {"pdctl": {"room": 1}}, "pdctl"),
+        (COMPLETIONS, {"kv_transfer_params": {}}, "kv_transfer_params"),
+    ],
+)
+def test_what_cannot_be_served_is_a_400_that_names_its_parameter(
+    endpoint: str, extra: dict, param: str
+) -> None:
+    """R66: n over 1, batches and wrong types are refused by name; forged legs too."""
+    body = {**(CHAT if endpoint == CHAT_COMPLETIONS else TEXT), **extra}
+    with pytest.raises(RequestFailed) as caught:
+        checked(endpoint, body)
+    assert caught.value.status == 400
+    assert caught.value.param == param
+    assert f'"{param}' in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "raw", [b"", b"{", b"[]", b"3", b"\xff\xfe", b'{"a": "\xff"}', b"[" * 9999, b'{"a": NaN}']
+)
+def test_a_body_that_is_no_json_object_is_a_400(raw: bytes) -> None:
+    """Bad JSON, other types, invalid UTF-8 and absurd nesting."""
+    with pytest.raises(RequestFailed) as caught:
+        check(CHAT_COMPLETIONS, raw, "m")
+    assert caught.value.status == 400
+
+
+def test_another_model_is_a_404_like_openais() -> None:
+    with pytest.raises(RequestFailed) as caught:
+        checked(CHAT_COMPLETIONS, {**CHAT, "model": "gpt-4"})
+    assert (caught.value.status, caught.value.code) == (404, "model_not_found")
+    assert '"gpt-4" does not exist' in caught.value.message
+
+
+def test_nulls_are_absent_and_the_model_is_filled_in() -> None:
+    """Clients send null for what they do not set; engines refuse it."""
+    body = checked(CHAT_COMPLETIONS, {**CHAT, "model": None, "temperature": None, "stop": None})
+    assert body == CHAT
+
+
+@pytest.mark.parametrize("prompt", ["hi", [1, 2, 3]])
+def test_one_prompt_passes_and_a_batch_of_one_is_that_one(prompt: object) -> None:
+    assert checked(COMPLETIONS, {**TEXT, "prompt": prompt})["prompt"] == prompt
+    assert checked(COMPLETIONS, {**TEXT, "prompt": [prompt]})["prompt"] == prompt
+
+
+def test_response_format_text_is_fine() -> None:
+    """R65."""
+    format_ = {"type": "text"}
+    assert checked(CHAT_COMPLETIONS, {**CHAT, "response_format": format_})["response_format"]
+
+
+class Picky:
+    def __init__(self, role: Role) -> None:
+        self.role = role
+
+    def refusals(self, body: dict[str, Any], role: Role) -> list[tuple[str, str]]:
+        return [("seed", "its first token is P's")] if role is self.role else []
+
+
+def test_what_a_pair_cannot_honour_names_parameter_and_pair() -> None:
+    """R66: the engine's reason, the parameter and the path."""
+    path = Path("p0", "d0")
+    specs = [(Picky(Role.DECODE), Role.PREFILL), (Picky(Role.DECODE), Role.DECODE)]
+    failure = objections({}, path, specs)
+    assert failure is not None
+    assert failure.param == "seed"
+    assert "p0>d0" in failure.message
+    assert objections({}, path, specs[:1]) is None

@@ -96,12 +96,11 @@ class PromptSource:
         pieces = rng.choices(self._pool, k=tokens)
         for _ in range(_CORRECTIONS):
             joined = "".join(pieces)
-            off = 0
-            for text in (joined, joined.lstrip()):
-                ids = self.ids(text)
-                off = tokens - len(ids)
-                if off == 0:
+            found = [(text, self.ids(text)) for text in (joined, joined.lstrip())]
+            for text, ids in found:
+                if len(ids) == tokens:
                     return text, ids
+            off = min((tokens - len(ids) for _, ids in found), key=abs)
             if off > 0:
                 pieces += rng.choices(self._pool, k=off)
             else:

@@ -1,12 +1,14 @@
 """The prompt-length sweep (DESIGN §8): each engine alone against every P/D pair.
 
 settings   what was asked, checked before anything is sent
-columns    which paths through the cluster are measured, and what each must import
+target     the running cluster
+columns    which paths through it are measured, and what each must import
 prompts    texts of exactly n tokens, never reused
-client     one streaming request, timed
+client     one streaming request, timed; events: its stream's format
 status     the router's counters before and after
 machine    steal, load, versions
 measure    the order of it all
-summary    pure arithmetic: from samples to points
+session    one sweep, until it is done or interrupted; watch: its progress
+summary    pure arithmetic: from samples to points; marks: what makes a point doubtful
 report     tables and files
 """

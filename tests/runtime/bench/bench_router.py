@@ -70,9 +70,10 @@ class FakeRouter:
         self.empty_first = False
         self.before_text: Callable[[], None] | None = None
         self.end_early = False
-        self.stall: asyncio.Event | None = None
-        self.reached = asyncio.Event()
-        """Set when a request stalls."""
+        self.stall_at: int | None = None
+        """The number, from 1, of the request whose answer never comes."""
+        self.stalled: Callable[[], None] | None = None
+        """Called when it stalls."""
         self.refuse: dict[str, tuple[int, dict[str, Any]]] = {}
         self.error_in_stream = ""
         self.extra_tokens = 0
@@ -147,9 +148,10 @@ class FakeRouter:
         if self.empty_first:
             await _event(response, _chunk(""))
             await response.write(b": ping\n\n")
-        if self.stall is not None:
-            self.reached.set()
-            await self.stall.wait()
+        if self.stall_at == len(self.asked):
+            if self.stalled is not None:
+                self.stalled()
+            await asyncio.Event().wait()
         if self.before_text is not None:
             self.before_text()
         if self.error_in_stream:

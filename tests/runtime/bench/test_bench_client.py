@@ -86,7 +86,7 @@ def test_an_http_error_carries_the_routers_words(router: FakeRouter) -> None:
 
 def test_a_silent_stream_ends_with_its_deadline(router: FakeRouter) -> None:
     async def run() -> Sample:
-        router.stall = anyio.Event()  # type: ignore[assignment]
+        router.stall_at = 1
         async with router.serving() as url, aiohttp.ClientSession() as session:
             return await Client(session, url, timeout_s=0.2).complete(ASK)
 

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from pdctl.errors import UsageError
-from pdctl.runtime.bench.session import router_url
 from pdctl.runtime.bench.settings import Settings, check, whole_numbers
+from pdctl.runtime.bench.target import router_url
 
 
 def test_a_list_keeps_its_order_and_may_have_spaces() -> None:

@@ -1,0 +1,109 @@
+"""`pdctl bench`: the prompt-length sweep against a running cluster (DESIGN §8)."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import anyio
+import msgspec
+import typer
+from rich.console import Console
+
+from pdctl.errors import PdctlError
+from pdctl.runtime.bench.columns import columns
+from pdctl.runtime.bench.machine import machine, versions
+from pdctl.runtime.bench.measure import Results
+from pdctl.runtime.bench.prompts import PromptSource
+from pdctl.runtime.bench.report import points_of, save, table
+from pdctl.runtime.bench.session import METHOD, sweep
+from pdctl.runtime.bench.settings import Settings, check, whole_numbers
+from pdctl.runtime.bench.summary import Point, Run
+from pdctl.runtime.bench.target import Target, running, tokenizer_directory
+
+INTERRUPTED = 130
+
+
+def bench(
+    topology: Annotated[str, typer.Argument(help="A topology file, or a running cluster's name.")],
+    input_lens: Annotated[
+        str, typer.Option(help="Prompt lengths in tokens, with commas between them.")
+    ] = "51,184,744,2844",
+    output_len: Annotated[int, typer.Option(help="Tokens to ask for per request.")] = 32,
+    concurrency: Annotated[
+        str, typer.Option(help="Requests at once; several with commas between them.")
+    ] = "1",
+    num_prompts: Annotated[int, typer.Option(help="Rounds per cell, warm-ups aside.")] = 5,
+    num_warmups: Annotated[int, typer.Option(help="Rounds per cell that are not counted.")] = 2,
+    seed: Annotated[int, typer.Option(help="Of the prompts.")] = 0,
+    save_result: Annotated[
+        bool, typer.Option("--save-result", help="Write a JSON file per point, and a table.")
+    ] = False,
+    result_dir: Annotated[Path, typer.Option(help="Where to, with --save-result.")] = Path("."),
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(help="A checkpoint on this machine, where no replica's is here."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the points as JSON.")] = False,
+) -> None:
+    """Measure each engine alone against every prefill/decode pair, by prompt length."""
+    settings = Settings(
+        input_lens=whole_numbers(input_lens, "--input-lens"),
+        output_len=output_len,
+        concurrency=whole_numbers(concurrency, "--concurrency"),
+        num_prompts=num_prompts,
+        num_warmups=num_warmups,
+        seed=seed,
+    )
+    target = running(topology)
+    check(settings, target.plan.context_length)
+    directory = tokenizer.expanduser() if tokenizer else tokenizer_directory(target)
+    prompts = PromptSource.of_checkpoint(directory, seed=seed)
+    results = Results()
+    stderr = Console(stderr=True)
+    date = time.strftime("%Y%m%d-%H%M%S")
+    failure: PdctlError | None = None
+    try:
+        anyio.run(sweep, target, settings, prompts, results, stderr)
+    except PdctlError as error:
+        failure = error
+    run = _run(target, settings, results, date)
+    points = points_of(run, columns(target.plan), results, prompts.answer_ids)
+    if points and save_result:
+        for path in save(result_dir.expanduser(), run, points):
+            stderr.print(f"wrote {path}", markup=False, highlight=False, soft_wrap=True)
+    if points or failure is None:
+        _show(points, results, as_json=as_json)
+    if failure is not None:
+        raise failure
+    if results.interrupted:
+        stderr.print("interrupted; what is shown was measured before")
+        raise typer.Exit(INTERRUPTED)
+
+
+def _run(target: Target, settings: Settings, results: Results, date: str) -> Run:
+    plan = target.plan
+    engines = {} if results.status is None else results.status.versions
+    return Run(
+        date=date,
+        cluster=plan.cluster,
+        model=plan.model,
+        tokenizer=plan.model,
+        output_len=settings.output_len,
+        rounds=settings.num_prompts,
+        page_bytes=plan.page_bytes,
+        versions={**versions(), **engines},
+        machine=machine(),
+        method=METHOD,
+    )
+
+
+def _show(points: tuple[Point, ...], results: Results, *, as_json: bool) -> None:
+    if as_json:
+        body = msgspec.json.encode({"interrupted": results.interrupted, "points": points})
+        sys.stdout.buffer.write(msgspec.json.format(body, indent=2) + b"\n")
+        sys.stdout.buffer.flush()
+    elif points:
+        Console().print(table(points))

@@ -1,0 +1,233 @@
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+from runtime.bench.bench_router import PAGE_BYTES, plan
+
+from pdctl.errors import PdctlError
+from pdctl.runtime.bench.client import Sample
+from pdctl.runtime.bench.columns import columns
+from pdctl.runtime.bench.marks import Difference, first_difference
+from pdctl.runtime.bench.measure import Place, Results, Turn
+from pdctl.runtime.bench.report import markdown, points_of, save, table
+from pdctl.runtime.bench.status import Moved, Phase
+from pdctl.runtime.bench.summary import Point, Run, phase_means_ms, statistics
+
+ALONE, PAIR = columns(plan())
+PLACE = Place(66, 1)
+RUN = Run(
+    date="20260102-030405",
+    cluster="studio",
+    model="tiny",
+    tokenizer="tiny",
+    output_len=3,
+    rounds=2,
+    page_bytes=PAGE_BYTES,
+    versions={"pdctl": "0.1.0"},
+    machine={"cores": 2},
+    method="as it was",
+)
+VLLM_FIELDS = """date endpoint_type backend label model_id tokenizer_id num_prompts request_rate
+burstiness max_concurrency duration completed failed total_input_tokens total_output_tokens
+request_throughput output_throughput total_token_throughput
+mean_ttft_ms median_ttft_ms std_ttft_ms p99_ttft_ms mean_tpot_ms median_tpot_ms std_tpot_ms
+p99_tpot_ms mean_itl_ms median_itl_ms std_itl_ms p99_itl_ms mean_e2el_ms median_e2el_ms
+std_e2el_ms p99_e2el_ms input_lens output_lens ttfts latencies errors""".split()
+PD_FIELDS = """pd_path pd_baseline pd_input_len pd_output_len pd_concurrency pd_rounds
+pd_rounds_asked pd_page_bytes pd_imported_tokens pd_host_bytes pd_gpu_bytes
+pd_imported_tokens_required pd_host_bytes_required pd_gpu_bytes_required pd_phases pd_marks
+pd_short_outputs pd_repeated_rounds pd_steal_max pd_load_max pd_versions pd_machine
+pd_method""".split()
+
+
+def words(text: str) -> list[str]:
+    return text.split()
+
+
+def sample(text: str = "a b c", ttft_s: float = 1.0, **changes: object) -> Sample:
+    base = Sample(
+        started_s=0.0,
+        ttft_s=ttft_s,
+        e2el_s=ttft_s + 2.0,
+        itl_s=(0.5, 1.5),
+        prompt_tokens=PLACE.input_len,
+        output_tokens=3,
+        text=text,
+        finish_reason="length",
+        status=200,
+    )
+    return msgspec.structs.replace(base, **changes)
+
+
+def turn(*samples: Sample, pair: bool = True, **changes: object) -> Turn:
+    figures = {"imported_tokens": 65, "host_bytes": 2 * PAGE_BYTES} if pair else {}
+    zero = dict.fromkeys(("imported_tokens", "host_bytes", "gpu_bytes"), 0)
+    moved = Moved(
+        **{**zero, **figures, **{k: v for k, v in changes.items() if k in Moved.__struct_fields__}},
+        handoffs_completed=int(pair),
+        handoffs_failed=0,
+        foreign_handoffs=0,
+        phases={"prefill": Phase(count=1, sum_s=0.25)} if pair else {},
+    )
+    kept = {k: v for k, v in changes.items() if k in Turn.__struct_fields__}
+    return Turn(
+        **{"samples": samples, "duration_s": 3.0, "moved": moved, "steal": 0.0, "load": 0.5, **kept}
+    )
+
+
+def cells(alone: list[Turn], pair: list[Turn]) -> tuple[Point, Point]:
+    results = Results()
+    results.turns[PLACE] = {"d0": alone, "p0>d0": pair}
+    first, second = points_of(RUN, (ALONE, PAIR), results, words)
+    return first, second
+
+
+def good() -> tuple[Point, Point]:
+    return cells([turn(sample(), pair=False)] * 2, [turn(sample()), turn(sample(ttft_s=2.0))])
+
+
+def kinds(point: Point) -> list[str]:
+    return [mark.kind for mark in point.pd_marks]
+
+
+def test_a_point_has_vllm_bench_serves_field_names_and_ours() -> None:
+    fields = set(json.loads(msgspec.json.encode(good()[1])))
+    p95 = {f"p95_{metric}_ms" for metric in ("ttft", "tpot", "itl", "e2el")}
+    assert fields == {*VLLM_FIELDS, *PD_FIELDS, *p95}
+
+
+def test_a_clean_cell_has_no_mark_and_exact_figures() -> None:
+    alone, pair = good()
+    assert (alone.pd_marks, pair.pd_marks) == ((), ())
+    assert (pair.pd_imported_tokens, pair.pd_host_bytes) == (65, 2 * PAGE_BYTES)
+    assert (alone.pd_imported_tokens, alone.pd_host_bytes) == (0, 0)
+    assert (pair.median_ttft_ms, pair.mean_ttft_ms, pair.std_ttft_ms) == (1500.0, 1500.0, 500.0)
+    assert (pair.median_itl_ms, pair.median_tpot_ms) == (1000.0, 1000.0)
+    assert (pair.num_prompts, pair.completed, pair.failed) == (2, 2, 0)
+    assert (pair.duration, pair.total_output_tokens, pair.output_throughput) == (6.0, 6, 1.0)
+    assert (pair.total_input_tokens, pair.total_token_throughput) == (132, 23.0)
+    assert pair.pd_phases == {"prefill": 250.0}
+
+
+@given(st.lists(st.floats(0.001, 1000.0), min_size=1, max_size=30))
+def test_statistics_lie_between_the_smallest_and_the_largest(seconds: list[float]) -> None:
+    found = statistics([sample(ttft_s=s) for s in seconds])
+    for name in ("mean", "median", "p95", "p99"):
+        value = found[f"{name}_ttft_ms"]
+        assert min(seconds) * 999.999 <= value <= max(seconds) * 1000.001
+
+
+def test_statistics_of_nothing_are_absent_not_zero() -> None:
+    assert set(statistics([]).values()) == {None}
+
+
+def test_phase_means_weigh_every_observation_alike() -> None:
+    one = turn(sample())
+    three = msgspec.structs.replace(
+        one,
+        moved=msgspec.structs.replace(one.moved, phases={"prefill": Phase(count=3, sum_s=1.75)}),
+    )
+    assert phase_means_ms([one, three]) == {"prefill": 500.0}
+
+
+def test_wrong_counters_mark_the_cell_and_leave_its_figures() -> None:
+    _, pair = cells(
+        [turn(sample(), pair=False)] * 2, [turn(sample()), turn(sample(), imported_tokens=64)]
+    )
+    assert kinds(pair) == ["moved"]
+    assert pair.pd_marks[0].detail == (
+        f"moved 64 tokens, {2 * PAGE_BYTES} host bytes where 65 tokens, {2 * PAGE_BYTES} host "
+        "bytes were required (in 1 of 2 rounds)"
+    )
+    assert pair.median_ttft_ms == 1000.0
+
+
+def test_an_engine_alone_that_imported_something_is_marked() -> None:
+    alone, _ = cells([turn(sample(), pair=True)], [turn(sample())])
+    assert kinds(alone) == ["moved"]
+
+
+def test_text_that_differs_is_marked_with_the_place_of_the_first_difference() -> None:
+    _, pair = cells(
+        [turn(sample("a b c"), pair=False)] * 2, [turn(sample("a b c")), turn(sample("a x c"))]
+    )
+    assert kinds(pair) == ["text"]
+    assert pair.pd_marks[0].detail == (
+        "text differs from d0's in 1 of 2 requests, first at token 1 (character 2)"
+    )
+
+
+def test_failed_requests_are_counted_marked_and_in_no_statistic() -> None:
+    broken = sample(ttft_s=99.0, error="502: prefill died", output_tokens=0)
+    _, pair = cells([turn(sample(), pair=False)] * 2, [turn(sample()), turn(broken)])
+    assert kinds(pair) == ["errors"]
+    assert (pair.completed, pair.failed, pair.median_ttft_ms) == (1, 1, 1000.0)
+    assert pair.errors == ("", "502: prefill died")
+
+
+@pytest.mark.parametrize(
+    ("changed", "kind"),
+    [
+        (turn(sample(path="o0")), "path"),
+        (turn(sample(prompt_tokens=67)), "prompt"),
+        (turn(sample(), steal=0.2), "steal"),
+        (turn(sample(), imported_tokens=-9), "restart"),
+    ],
+)
+def test_what_makes_a_cell_doubtful_is_marked(changed: Turn, kind: str) -> None:
+    _, pair = cells([turn(sample(), pair=False)], [changed])
+    assert kind in kinds(pair)
+
+
+def test_answers_shorter_than_asked_are_noted_not_marked() -> None:
+    _, pair = cells([turn(sample(), pair=False)], [turn(sample(output_tokens=2))])
+    assert (pair.pd_short_outputs, pair.pd_marks) == (1, ())
+
+
+def test_a_text_that_only_goes_on_differs_where_the_other_ends() -> None:
+    assert first_difference("a b", "a b c", words) == Difference(3, 2)
+    assert first_difference("a b", "a b", words) is None
+
+
+def test_tables_show_the_mark_and_say_why() -> None:
+    points = cells([turn(sample(), pair=False)] * 2, [turn(sample("x")), turn(sample())])
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(table(points))
+    shown = console.export_text()
+    text = markdown(RUN, points)
+    for form in (shown, text):
+        assert "1000.0*" in form
+        assert "* p0>d0 at 66 tokens: text differs from d0's in 1 of 2 requests" in form
+    assert (
+        "| tokens | conc. | d0 | p0>d0 |\n| ---: | ---: | ---: | ---: |\n| 66 | 1 | 1000.0 |"
+        in text
+    )
+    assert "Method: as it was" in text
+
+
+def test_an_interrupted_cell_says_how_many_rounds_it_has() -> None:
+    points = cells([turn(sample(), pair=False)], [turn(sample())])
+    assert "- p0>d0 at 66 tokens: 1 of 2 rounds, then interrupted" in markdown(RUN, points)
+
+
+def test_every_point_has_a_json_file_and_the_run_a_markdown_file(tmp_path: Path) -> None:
+    written = save(tmp_path / "results", RUN, good())
+    assert [path.name for path in written] == [
+        "studio-20260102-030405-d0-in66-conc1.json",
+        "studio-20260102-030405-p0-to-d0-in66-conc1.json",
+        "studio-20260102-030405.md",
+    ]
+    assert json.loads(written[1].read_text())["pd_path"] == "p0>d0"
+
+
+def test_a_result_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(PdctlError, match="cannot write results"):
+        save(tmp_path / "file", RUN, good())

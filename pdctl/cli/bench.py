@@ -24,6 +24,8 @@ from pdctl.runtime.bench.summary import Point, Run
 from pdctl.runtime.bench.target import Target, running, tokenizer_directory
 
 INTERRUPTED = 130
+PIPE_COLUMNS = 160
+"""Width of the tables where stdout is not a terminal."""
 
 
 def bench(
@@ -106,4 +108,5 @@ def _show(points: tuple[Point, ...], results: Results, *, as_json: bool) -> None
         sys.stdout.buffer.write(msgspec.json.format(body, indent=2) + b"\n")
         sys.stdout.buffer.flush()
     elif points:
-        Console().print(table(points))
+        width = None if sys.stdout.isatty() else PIPE_COLUMNS
+        Console(width=width).print(table(points))

@@ -78,6 +78,8 @@ class FakeRouter:
         self.error_in_stream = ""
         self.extra_tokens = 0
         self.pair_state = "ready"
+        self.status_fails_at: int | None = None
+        self.status_asked = 0
         self.asked: list[tuple[str, dict[str, Any]]] = []
         self.active = 0
         self.most_active = 0
@@ -100,6 +102,9 @@ class FakeRouter:
             await runner.cleanup()
 
     async def _status(self, request: web.Request) -> web.Response:
+        self.status_asked += 1
+        if self.status_asked == self.status_fails_at:
+            return web.json_response({"error": {"message": "stopping"}}, status=503)
         phases = {"prefill": {"counts": [self.counters["handoffs_completed"]], "sum_s": 0.0}}
         idle = {"imported_tokens": 0, "host_bytes": 0, "handoffs_completed": 0}
         return web.json_response(

@@ -1,0 +1,201 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import typer
+from anyio.from_thread import start_blocking_portal
+from click.testing import Result
+from runtime.bench.bench_router import FakeRouter, plan, replica_plan
+from tokenizers import Tokenizer
+from typer.testing import CliRunner
+
+from pdctl.cli.bench import bench
+from pdctl.errors import ClusterError, PdctlError, TopologyError, UsageError
+from pdctl.runtime.bench.prompts import PromptSource
+from pdctl.runtime.bench.target import running, tokenizer_directory
+from pdctl.runtime.state import ClusterRecord, StateDir
+from pdctl.topology.contract import Attention, Contract, Positions
+from pdctl.topology.model import Dtype, Host, Model, Role, Topology
+
+app = typer.Typer()
+app.command()(bench)
+
+QUICK = ["--input-lens", "51,66", "--output-len", "3", "--num-prompts", "2", "--num-warmups", "1"]
+
+
+def record(
+    url: str | None, model: Path, *, phase: str = "running", ssh: str | None = None
+) -> ClusterRecord:
+    ends = (replica_plan("p0", Role.PREFILL), replica_plan("d0", Role.DECODE))
+    planned = plan(*(msgspec.structs.replace(end, model=str(model)) for end in ends))
+    return ClusterRecord(
+        run="r" * 32,
+        phase=phase,
+        created_at=0.0,
+        topology_path="/elsewhere.toml",
+        topology=Topology(
+            name="studio",
+            model=Model(name="tiny", context_length=1024),
+            hosts={"local": Host(name="local", ssh=ssh)},
+            replicas=tuple(replica.declared for replica in planned.replicas),
+        ),
+        plan=planned,
+        contract=Contract(
+            weights="w",
+            tokenizer="t",
+            chat_template="c",
+            attention=Attention(kind="full", layers=1, kv_heads=1, head_dim=16),
+            positions=Positions(rope_theta=1e4, max_positions=1024, context_length=1024),
+            dtype=Dtype.FLOAT16,
+        ),
+        url=url,
+    )
+
+
+@pytest.fixture
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StateDir:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    folder = StateDir.of("studio")
+    (tmp_path / "state").mkdir()
+    folder.make()
+    return folder
+
+
+@pytest.fixture
+def router(
+    state: StateDir, tokenizer: Tokenizer, prompts: PromptSource, tmp_path: Path
+) -> Iterator[FakeRouter]:
+    """A running cluster "studio": a router in a thread, a record, a checkpoint's tokenizer."""
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    fake = FakeRouter(lambda text: len(prompts.ids(text)))
+    with (
+        start_blocking_portal() as portal,
+        portal.wrap_async_context_manager(fake.serving()) as url,
+    ):
+        state.write(record(url, tmp_path))
+        yield fake
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["studio", *arguments])
+
+
+def test_json_on_stdout_has_a_point_per_path_and_place(router: FakeRouter) -> None:
+    result = run(*QUICK, "--concurrency", "1,2", "--json")
+    assert result.exit_code == 0, result.output
+    points = json.loads(result.stdout)["points"]
+    found = [(p["pd_input_len"], p["pd_concurrency"], p["pd_path"]) for p in points]
+    assert found == [(n, c, path) for c in (1, 2) for n in (51, 66) for path in ("d0", "p0>d0")]
+    for p in points:
+        pair = p["pd_path"] == "p0>d0"
+        assert p["completed"] == p["num_prompts"] == 2 * p["pd_concurrency"]
+        assert p["pd_imported_tokens"] == (p["pd_input_len"] - 1 if pair else 0)
+        assert [mark for mark in p["pd_marks"] if mark["kind"] != "steal"] == []
+    assert points[0]["pd_versions"]["d0"] == "mlx 1"
+
+
+def test_tables_go_to_stdout_and_progress_to_stderr(router: FakeRouter) -> None:
+    result = run(*QUICK)
+    assert "median TTFT (ms)" in result.stdout
+    assert result.stderr.splitlines()[:2] == ["51 tokens", "66 tokens"]
+
+
+def test_results_are_saved_only_where_asked(router: FakeRouter, tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    run(*QUICK, "--result-dir", str(kept))
+    assert not kept.exists()
+    run(*QUICK, "--result-dir", str(kept), "--save-result")
+    assert sorted(path.suffix for path in kept.iterdir()) == [".json"] * 4 + [".md"]
+
+
+def test_a_wrong_counter_and_another_text_are_marked_in_the_output(router: FakeRouter) -> None:
+    router.extra_tokens = 1
+    router.words_of["p0>d0"] = ["one", " two", " four"]
+    points = json.loads(run(*QUICK, "--json").stdout)["points"]
+    kinds = [{mark["kind"] for mark in p["pd_marks"]} - {"steal"} for p in points]
+    assert kinds == [set(), {"moved", "text"}] * 2
+
+
+def test_ctrl_c_prints_and_saves_what_was_measured_and_exits_130(
+    router: FakeRouter, tmp_path: Path
+) -> None:
+    router.stall_at = 8
+    router.stalled = lambda: os.kill(os.getpid(), signal.SIGINT)
+    kept = tmp_path / "kept"
+    result = run(*QUICK, "--json", "--save-result", "--result-dir", str(kept))
+    assert result.exit_code == 130
+    body = json.loads(result.stdout)
+    assert body["interrupted"]
+    assert [p["pd_rounds"] for p in body["points"]] == [2, 2]
+    assert len(list(kept.iterdir())) == 3
+
+
+def test_a_router_that_dies_keeps_what_was_measured_and_fails(router: FakeRouter) -> None:
+    router.status_fails_at = 16
+    result = run(*QUICK, "--json")
+    assert isinstance(result.exception, PdctlError)
+    assert len(json.loads(result.stdout)["points"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        (["--input-lens", "51,x"], "--input-lens"),
+        (["--concurrency", "0"], "--concurrency"),
+        (["--input-lens", "1024"], "--input-lens 1024"),
+        (["--input-lens", "51", "--tokenizer", "/nowhere"], "/nowhere"),
+    ],
+)
+def test_usage_errors_come_before_any_request(
+    router: FakeRouter, arguments: list[str], names: str
+) -> None:
+    result = run(*arguments)
+    assert isinstance(result.exception, UsageError)
+    assert names in result.exception.message
+    assert router.asked == []
+
+
+def test_a_cluster_that_is_not_running_is_an_error_with_the_command_to_start_it(
+    state: StateDir,
+) -> None:
+    with pytest.raises(ClusterError) as caught:
+        running("studio")
+    assert caught.value.message == 'cluster "studio" is not running'
+    assert caught.value.hint == "start it with: pdctl up studio"
+
+
+def test_a_cluster_that_is_starting_is_not_measured_yet(state: StateDir, tmp_path: Path) -> None:
+    state.write(record(None, tmp_path, phase="starting"))
+    with pytest.raises(ClusterError, match='cluster "studio" is starting'):
+        running("studio")
+
+
+def test_an_unknown_name_is_a_topology_error(state: StateDir) -> None:
+    with pytest.raises(TopologyError):
+        running("nowhere")
+
+
+def test_the_routers_api_key_is_sent(state: StateDir, tmp_path: Path) -> None:
+    state.write(record(None, tmp_path))
+    state.write_api_key("secret")
+    target = running("studio")
+    assert target.headers == {"authorization": "Bearer secret"}
+    assert target.url == "http://127.0.0.1:8000"
+
+
+def test_another_hosts_checkpoint_is_not_looked_for_here(
+    state: StateDir, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    state.write(record(None, tmp_path))
+    assert tokenizer_directory(running("studio")) == tmp_path
+    state.write(record(None, tmp_path, ssh="gpu1"))
+    with pytest.raises(UsageError) as caught:
+        tokenizer_directory(running("studio"))
+    assert "--tokenizer" in (caught.value.hint or "")

@@ -15,7 +15,7 @@ from pdctl.runtime.bench.columns import Column
 from pdctl.runtime.bench.measure import Place, Results, Turn
 from pdctl.runtime.bench.summary import Point, Run, point
 
-MARKED = "*"
+MARKED = "†"
 ABSENT = "–"
 
 _DETAILS: tuple[tuple[str, Callable[[Point], str]], ...] = (

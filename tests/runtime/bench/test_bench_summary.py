@@ -203,8 +203,8 @@ def test_tables_show_the_mark_and_say_why() -> None:
     shown = console.export_text()
     text = markdown(RUN, points)
     for form in (shown, text):
-        assert "1000.0*" in form
-        assert "* p0>d0 at 66 tokens: text differs from d0's in 1 of 2 requests" in form
+        assert "1000.0†" in form
+        assert "† p0>d0 at 66 tokens: text differs from d0's in 1 of 2 requests" in form
     assert (
         "| tokens | conc. | d0 | p0>d0 |\n| ---: | ---: | ---: | ---: |\n| 66 | 1 | 1000.0 |"
         in text

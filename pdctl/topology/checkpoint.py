@@ -15,8 +15,7 @@ from typing import Any
 import msgspec
 
 from pdctl.topology.contract import Attention, Positions
-from pdctl.topology.diagnostics import Diagnostic, Severity
-from pdctl.topology.model import Dtype
+from pdctl.topology.diagnostics import Diagnostic
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -40,8 +39,6 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     rope_theta: float
     scaling: dict[str, Any] | None
     max_positions: int
-    dtype: str | None
-    """As config.json names it; None where it does not."""
     arithmetic: dict[str, str]
     """Other values that the forward pass computes with; part of the weights' fingerprint."""
 
@@ -95,22 +92,6 @@ def check_context(checkpoint: Checkpoint, context_length: int) -> list[Diagnosti
             f"{checkpoint.max_positions} positions",
             field="model.context_length",
             hint=f"write context_length = {checkpoint.max_positions} or less",
-        )
-    ]
-
-
-def check_dtype(checkpoint: Checkpoint, dtype: Dtype) -> list[Diagnostic]:
-    """Warns where serving casts the checkpoint (R33)."""
-    stored = checkpoint.dtype
-    if stored is None or stored == dtype:
-        return []
-    return [
-        Diagnostic(
-            severity=Severity.WARNING,
-            code="topology.cast",
-            summary=f"model: the checkpoint is {stored} and is served as {dtype}",
-            field="model.dtype",
-            hint=f'write dtype = "{stored}"' if stored in set(Dtype) else None,
         )
     ]
 
@@ -222,7 +203,6 @@ def _meaning(config: dict[str, Any]) -> Checkpoint:
         rope_theta=theta,
         scaling=scaling,
         max_positions=_positive(config, "max_position_embeddings", _MAX_POSITIONS[kind]),
-        dtype=_stored_dtype(config),
         arithmetic=_arithmetic(config, architecture, heads),
     )
 
@@ -285,11 +265,6 @@ def _plain(value: object) -> object:
     if isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)
     return value
-
-
-def _stored_dtype(config: dict[str, Any]) -> str | None:
-    value = config.get("dtype") or config.get("torch_dtype")
-    return value.removeprefix("torch.") if isinstance(value, str) else None
 
 
 def _arithmetic(config: dict[str, Any], architecture: str, heads: int) -> dict[str, str]:

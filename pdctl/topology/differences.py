@@ -24,8 +24,6 @@ class Side(msgspec.Struct, frozen=True, kw_only=True):
     model_dir: str
     contract: Contract
     content: Fingerprint
-    stored_dtype: str | None = None
-    """As its config.json names it."""
 
     @property
     def described(self) -> str:
@@ -65,27 +63,22 @@ def explain(left: Side, right: Side) -> list[Diagnostic]:
                 hint=hint,
             )
         )
-    if _dtypes_differ(left, right) and "dtype" not in differing:
-        found.append(_dtype(left, right))
+    if left.content.stored_dtype != right.content.stored_dtype:
+        found.append(_stored_differently(left, right))
     return found
 
 
-def _dtypes_differ(left: Side, right: Side) -> bool:
-    return None not in (left.stored_dtype, right.stored_dtype) and (
-        left.stored_dtype != right.stored_dtype
-    )
-
-
-def _dtype(left: Side, right: Side) -> Diagnostic:
-    """Checkpoints that name different dtypes are not copies of one another."""
+def _stored_differently(left: Side, right: Side) -> Diagnostic:
+    """Copies in different dtypes: the weights differ, and this is why."""
+    a, b = left.content.stored_dtype, right.content.stored_dtype
     return Diagnostic(
         code="contract.dtype",
         summary=f'replica "{right.replica}": dtype differs from {left.described} '
-        f"(config.json: {left.stored_dtype} and {right.stored_dtype})",
-        detail=f'"{left.replica}": {left.stored_dtype}, "{right.replica}": {right.stored_dtype}',
+        f"(the checkpoint's tensors are {b}, there {a})",
+        detail=f'"{left.replica}": {a}, "{right.replica}": {b}',
         replica=right.replica,
         field="dtype",
-        hint=_copy("config.json", left, right),
+        hint=_copy("the weights", left, right),
     )
 
 

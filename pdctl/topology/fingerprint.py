@@ -17,11 +17,12 @@ from pdctl.errors import UsageError
 from pdctl.topology import tokenizer
 from pdctl.topology.checkpoint import Checkpoint
 from pdctl.topology.contract import Contract
+from pdctl.topology.diagnostics import Diagnostic, Severity
 from pdctl.topology.digests import Digest, DigestCache, Progress, hash_files
 from pdctl.topology.model import Dtype
 from pdctl.topology.weights import WeightsError, weight_files
 
-FLOAT_DTYPES = frozenset({"F16", "BF16", "F32"})
+FLOAT_DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
 
 
 class FingerprintError(UsageError):
@@ -41,6 +42,8 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
     template_file: str
     total_bytes: int
     """Bytes of all tensors."""
+    stored_dtype: str = "mixed"
+    """The dtype that all counted tensors have on the disk; "mixed" where they don't agree."""
     read_bytes: int = 0
     """Bytes that were hashed this time; 0 when all digests were remembered."""
 
@@ -77,6 +80,7 @@ def fingerprint(
         files=files,
         template_file=template_file,
         total_bytes=hashed.total_bytes,
+        stored_dtype=_stored_dtype(hashed.digests),
         read_bytes=hashed.read_bytes,
     )
 
@@ -93,6 +97,27 @@ def make_contract(
         positions=checkpoint.positions(context_length),
         dtype=dtype,
     )
+
+
+def check_dtype(content: Fingerprint, dtype: Dtype) -> list[Diagnostic]:
+    """Warns where serving casts the checkpoint (R33)."""
+    stored = content.stored_dtype
+    if stored == dtype:
+        return []
+    return [
+        Diagnostic(
+            severity=Severity.WARNING,
+            code="topology.cast",
+            summary=f"model: the checkpoint is {stored} and is served as {dtype}",
+            field="model.dtype",
+            hint=f'write dtype = "{stored}"' if stored in set(Dtype) else None,
+        )
+    ]
+
+
+def _stored_dtype(digests: tuple[Digest, ...]) -> str:
+    kinds = {d.dtype for d in digests if not d.name.endswith("rotary_emb.inv_freq")}
+    return FLOAT_DTYPES.get(kinds.pop(), "mixed") if len(kinds) == 1 else "mixed"
 
 
 def _tensors(

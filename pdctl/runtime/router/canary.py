@@ -6,10 +6,14 @@ likely tokens. Then a chat request goes the same way, so that templates which th
 render differently fail on the handoff's token digest. An ordinary replica's canary is the
 same two requests without a comparison.
 
-The bound. Pages hold 16 bits per number and engines compute in 16 or 32: on the checkpoints
-that the tests use, right KV moves a top-5 log probability by less than 0.05 in float16.
-Wrong KV (zero, K and V swapped, shifted by one token, rotated with another theta) moves one
-of them by more than 1. `BOUND` lies between.
+The bound. Pages hold 16 bits per number and engines compute in 16 or 32. Measured with MLX on
+SmolLM2-135M and on the tests' random Llama, Qwen2 and Qwen3: float16 pages move a top-5 log
+probability by at most 0.014, computing in float16 instead of float32 by 0.09; bfloat16 pages
+by 0.16, and computing in bfloat16 by 0.54 (0.11 on SmolLM2). KV that is zero, has K and V
+swapped, or is rotated with another theta moves one by 1.1 or more, KV shifted by one token by
+0.28 or more (1.5 on SmolLM2). `BOUNDS` lies between, for each dtype.
+
+Tokens whose K and V move together, within what is attended to, change nothing: RoPE is in K.
 """
 
 from __future__ import annotations
@@ -26,10 +30,11 @@ from pdctl.runtime.router.members import Roster, Verdict
 from pdctl.runtime.router.policy import Path
 from pdctl.runtime.router.relay import Relay
 from pdctl.runtime.router.request import Ask
+from pdctl.topology.model import Dtype
 
 log = logging.getLogger("pdctl.router")
 
-BOUND = 0.5
+BOUNDS = {Dtype.FLOAT16: 0.2, Dtype.BFLOAT16: 0.6}
 """Largest difference of one token's log probability that rounding may explain (nats)."""
 
 TOP = 5
@@ -126,7 +131,7 @@ def _step(entry: dict[str, Any]) -> Step:
     return Step(int(entry["id"]), top)
 
 
-def difference(alone: Sequence[Step], handed: Sequence[Step], bound: float = BOUND) -> str | None:
+def difference(alone: Sequence[Step], handed: Sequence[Step], bound: float) -> str | None:
     """What shows that the handed-over KV is not the engine's own; None when nothing does.
 
     Steps are compared while both chose the same token; where they part, the two choices must
@@ -170,11 +175,12 @@ def _by_id(step: Step) -> dict[int, float]:
 class Canary:
     """Tries one path, and knows what each engine computes alone."""
 
-    def __init__(self, relay: Relay, roster: Roster, model: str, timeout_s: float) -> None:
+    def __init__(self, relay: Relay, roster: Roster) -> None:
         self._relay = relay
         self._roster = roster
-        self._model = model
-        self._timeout_s = min(timeout_s, TIMEOUT_S)
+        self._model = roster.plan.model
+        self._bound = BOUNDS[roster.plan.dtype]
+        self._timeout_s = min(roster.plan.timeout_s, TIMEOUT_S)
         self._alone: dict[tuple[str, int], tuple[Step, ...]] = {}
 
     async def judge(self, path: Path, incarnations: tuple[int, ...]) -> Verdict | None:
@@ -196,7 +202,7 @@ class Canary:
         else:
             alone = await self._computed_alone(path.decode)
             handed = steps_of(await self._answer(path, completion(self._model)))
-            found = difference(alone, handed)
+            found = difference(alone, handed, self._bound)
             if found is not None:
                 raise CanaryFailed(found)
         await self._answer(path, chat(self._model))

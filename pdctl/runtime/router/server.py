@@ -60,8 +60,7 @@ class Router:
             self._session = session
             self.aborter = Aborter(session, tasks)
             relay = Relay(self.assignment, self.roster, session, self.aborter, self.meter)
-            plan = self.assignment.plan
-            canary = Canary(relay, self.roster, plan.model, plan.timeout_s)
+            canary = Canary(relay, self.roster)
             front = Front(
                 relay, self.roster, self.meter, self.link.refresh, self.assignment.api_key
             )

@@ -16,15 +16,18 @@ from runtime.router.fakes import FakeEngine, answers, fails, says, stalls_then, 
 
 from pdctl.runtime.router import ward
 from pdctl.runtime.router.canary import (
-    BOUND,
+    BOUNDS,
     CanaryFailed,
     Step,
     Token,
     difference,
     steps_of,
 )
+from pdctl.topology.model import Dtype
 
 pytestmark = pytest.mark.anyio
+
+BOUND = BOUNDS[Dtype.FLOAT16]
 
 
 def step(chosen: int, **logprobs: float) -> Step:
@@ -35,12 +38,12 @@ RIGHT = [step(1, t1=-0.2, t2=-2.0, t3=-3.0), step(2, t2=-0.1, t4=-3.0, t5=-4.0)]
 
 
 def test_equal_steps_do_not_differ() -> None:
-    assert difference(RIGHT, RIGHT) is None
+    assert difference(RIGHT, RIGHT, BOUND) is None
 
 
 def test_rounding_does_not_differ() -> None:
-    near = [step(1, t1=-0.3, t2=-1.8, t3=-3.2), step(2, t2=-0.2, t4=-3.1, t6=-4.1)]
-    assert difference(RIGHT, near) is None
+    near = [step(1, t1=-0.3, t2=-1.9, t3=-3.1), step(2, t2=-0.2, t4=-3.1, t6=-4.1)]
+    assert difference(RIGHT, near, BOUND) is None
 
 
 @pytest.mark.parametrize(
@@ -56,14 +59,14 @@ def test_rounding_does_not_differ() -> None:
 )
 def test_more_than_rounding_is_told(wrong: list[Step]) -> None:
     """U13, U16: another token far off, a moved log probability, at any step; nan too."""
-    assert difference(RIGHT, wrong) is not None
+    assert difference(RIGHT, wrong, BOUND) is not None
 
 
 def test_a_near_tie_may_part_and_ends_the_comparison() -> None:
     """Two choices within the bound of each other: what follows has another context."""
     tie = [step(1, t1=-0.70, t2=-0.72, t3=-5.0), step(8, t8=-0.1, t9=-3.0)]
     other = [step(2, t1=-0.73, t2=-0.69, t3=-5.0), step(7, t7=-0.1, t6=-3.0)]
-    assert difference(tie, other) is None
+    assert difference(tie, other, BOUND) is None
 
 
 @given(st.lists(st.floats(-20, 0), min_size=5, max_size=5), st.integers(0, 4))
@@ -73,7 +76,8 @@ def test_a_shift_over_the_bound_of_a_common_token_is_always_told(
     own = Step(0, tuple(Token(i, value) for i, value in enumerate(logprobs)))
     moved = list(logprobs)
     moved[which] -= BOUND + 0.01
-    assert difference([own], [Step(0, tuple(Token(i, v) for i, v in enumerate(moved)))])
+    other = Step(0, tuple(Token(i, value) for i, value in enumerate(moved)))
+    assert difference([own], [other], BOUND)
 
 
 @pytest.mark.parametrize("body", [b"", b"{}", b'{"choices": [{"logprobs": null}]}', b"[]"])

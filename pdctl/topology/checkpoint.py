@@ -237,7 +237,7 @@ def _rope(config: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
     factor = config.get("partial_rotary_factor", tables[0].get("partial_rotary_factor"))
     if factor not in (None, 1, 1.0):
         raise _Garbled("partial rotary embeddings are not served (partial_rotary_factor)")
-    scalings = [found for table in tables if (found := _scaling(table)) is not None]
+    scalings = [found for table in tables if (found := canonical_scaling(table)) is not None]
     if len(scalings) == 2 and scalings[0] != scalings[1]:
         raise _Garbled("rope_parameters and rope_scaling disagree")
     return thetas.pop() if thetas else _ROPE_THETA, scalings[0] if scalings else None
@@ -249,7 +249,7 @@ def _is_theta(value: object) -> bool:
     raise _Garbled(f"rope_theta is {json.dumps(value)[:40]}, not a number above 0")
 
 
-def _scaling(table: dict[str, Any]) -> dict[str, Any] | None:
+def canonical_scaling(table: dict[str, Any]) -> dict[str, Any] | None:
     """One spelling for scaled RoPE: `rope_type`, floats, sorted keys; None for plain RoPE."""
     kind = table.get("rope_type") or table.get("type") or "default"
     left_out = ("rope_type", "type", "rope_theta", "partial_rotary_factor")

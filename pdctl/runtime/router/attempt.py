@@ -45,6 +45,10 @@ class Delivery(Protocol):
         """The path of the try that begins, and of the one that failed before it."""
         ...
 
+    def recomputed(self, path: Path) -> None:
+        """The handoff failed and the decode replica computed the prompt itself."""
+        ...
+
     async def whole(self, body: bytes, content_type: str) -> None:
         """The one answer of a request that does not stream."""
         ...
@@ -66,6 +70,8 @@ class Attempt:
         prefill: the other one, or None.
         room: what aborts name; None without a handoff.
         timeout_s: the deadline, counted from the last progress.
+        recomputes: `on_failure = "recompute"`: prefill's failure leaves the decode leg open,
+            which then computes the prompt itself. The failure is kept in `absorbed`.
     """
 
     def __init__(
@@ -78,6 +84,7 @@ class Attempt:
         timeout_s: float,
         delivery: Delivery,
         aborter: Aborter,
+        recomputes: bool = False,
     ) -> None:
         self._decode = decode
         self._prefill = prefill
@@ -87,6 +94,8 @@ class Attempt:
         self._timeout_s = timeout_s
         self._delivery = delivery
         self._aborter = aborter
+        self._recomputes = recomputes
+        self.absorbed: RequestFailed | None = None
         self._prefilled = anyio.Event()
         self._failures: list[RequestFailed] = []
         self._gone = False
@@ -129,6 +138,13 @@ class Attempt:
         else:
             self._renew()
             self._prefilled.set()
+
+    def _absorb(self, failure: RequestFailed) -> None:
+        """Prefill failed and decode goes on alone."""
+        self.absorbed = self.absorbed or failure
+        self._delivery.recomputed(Path(None, self._decode.seat.name))
+        self._renew()
+        self._prefilled.set()
 
     async def _run_decode(self, call: EngineCall, tasks: TaskGroup) -> None:
         try:
@@ -197,6 +213,9 @@ class Attempt:
 
     def _fail(self, failure: RequestFailed, tasks: TaskGroup) -> None:
         """Ends the try; an echo first leaves the other leg a moment to say what happened."""
+        if self._recomputes and failure.leg == "prefill":
+            self._absorb(failure)
+            return
         first = not self._failures
         self._failures.append(failure)
         if first and is_echo(failure) and len(self._calls) > 1:

@@ -78,6 +78,9 @@ class Ledger:
     def route(self, path: Path, room: int | None, retried: Path | None) -> None:
         return
 
+    def recomputed(self, path: Path) -> None:
+        return
+
     async def whole(self, body: bytes, content_type: str) -> None:
         self.body = body
 

@@ -50,6 +50,10 @@ class ClientDelivery:
         if retried is not None:
             self.headers[RETRIED_HEADER] = retried.text
 
+    def recomputed(self, path: Path) -> None:
+        self.path = path.text
+        self.headers[PATH_HEADER] = path.text
+
     async def whole(self, body: bytes, content_type: str) -> None:
         self.first_at_s = monotonic_s()
         headers = {**self.headers, "content-type": content_type}

@@ -22,7 +22,8 @@ SILENT_LIMIT = 3
 
 
 class Probes:
-    """Asks each ready replica's `/health`; suspects more often."""
+    """Asks each ready replica's `/health`; a suspect's at once, and then more often, so that
+    one request's broken connection closes a live replica for a moment only."""
 
     def __init__(self, roster: Roster, session: aiohttp.ClientSession) -> None:
         self._roster = roster
@@ -46,7 +47,6 @@ class Probes:
             await self._roster.changed()
             seat = self._roster.seat(name)
             if not already and seat is not None and seat.suspect is not None:
-                await anyio.sleep(PROBE_SUSPECT_EVERY_S)
                 return
 
     async def _probe(self, seat: Seat) -> None:

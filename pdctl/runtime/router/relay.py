@@ -35,7 +35,7 @@ from pdctl.runtime.router.policy import (
     unready,
 )
 from pdctl.runtime.router.request import Ask, objections
-from pdctl.topology.model import Policy, Role
+from pdctl.topology.model import OnFailure, Policy, Role
 
 log = logging.getLogger("pdctl.router")
 
@@ -66,6 +66,7 @@ class Relay:
         self._tally = tally
         self._policy = Policy(assignment.policy)
         self._digest = assignment.contract.digest
+        self._recomputes = assignment.on_failure is OnFailure.RECOMPUTE
         self._turns = itertools.count()
 
     async def serve(self, ask: Ask, pin: str | None, delivery: Delivery) -> None:
@@ -78,7 +79,9 @@ class Relay:
         path = self._pick(ask, pin)
         timeout_s = self._assignment.plan.timeout_s
         try:
-            await self.attempt(path, ask, delivery, timeout_s=timeout_s)
+            await self.attempt(
+                path, ask, delivery, timeout_s=timeout_s, recomputes=self._recomputes
+            )
             return
         except RequestFailed as failure:
             self._note(failure)
@@ -87,7 +90,14 @@ class Relay:
                 raise
             log.info("second try path=%s after=%s", second.text, failure.message)
         try:
-            await self.attempt(second, ask, delivery, timeout_s=timeout_s, retried=path)
+            await self.attempt(
+                second,
+                ask,
+                delivery,
+                timeout_s=timeout_s,
+                retried=path,
+                recomputes=self._recomputes,
+            )
         except RequestFailed as failure:
             self._note(failure)
             raise
@@ -100,6 +110,7 @@ class Relay:
         *,
         timeout_s: float,
         retried: Path | None = None,
+        recomputes: bool = False,
     ) -> None:
         """One try on one path, ready or not; raises as `serve` does."""
         seats = [self._seated(path, name) for name in path.replicas]
@@ -109,7 +120,7 @@ class Relay:
         with ExitStack() as occupied:
             for seat in seats:
                 occupied.enter_context(seat.occupied())
-            await Attempt(
+            tried = Attempt(
                 calls[-1],
                 calls[0] if path.prefill is not None else None,
                 room=room,
@@ -117,7 +128,13 @@ class Relay:
                 timeout_s=timeout_s,
                 delivery=delivery,
                 aborter=self._aborter,
-            ).run()
+                recomputes=recomputes,
+            )
+            try:
+                await tried.run()
+            finally:
+                if tried.absorbed is not None:
+                    self._note(tried.absorbed)
 
     def _calls(
         self, path: Path, seats: list[Seat], ask: Ask, room: int | None, timeout_s: float

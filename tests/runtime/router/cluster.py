@@ -168,6 +168,7 @@ async def cluster(
     timeout_s: float = 20.0,
     policy: str = "round_robin",
     api_key: str | None = None,
+    on_failure: OnFailure = OnFailure.ERROR,
     canaries: bool = True,
     set_up: Callable[[dict[str, FakeEngine]], None] = lambda engines: None,
 ) -> AsyncIterator[Cluster]:
@@ -182,7 +183,7 @@ async def cluster(
         contract=contract(),
         api_key=api_key,
         policy=policy,
-        on_failure=OnFailure.ERROR,
+        on_failure=on_failure,
         model_dir="",
     )
     async with contextlib.AsyncExitStack() as stack:

@@ -22,6 +22,8 @@ from runtime.router.fakes import (
     streams,
 )
 
+from pdctl.topology.model import OnFailure
+
 pytestmark = pytest.mark.anyio
 
 STREAM = {**CHAT, "stream": True}
@@ -359,6 +361,24 @@ async def test_an_unreachable_engine_is_not_waited_for() -> None:
         c["p0"].release.set()
         assert (await task).status in (502, 503)
         assert (await c.ask(CHAT, x_pdctl_path="p0>d1")).status == 200
+
+
+@BODIES
+async def test_a_recomputing_decode_leg_outlives_its_prefill(body: dict) -> None:
+    """R72: with on_failure = "recompute" prefill's failure leaves decode open; the answer says
+    that decode alone made it, and the failure is counted."""
+    async with cluster(on_failure=OnFailure.RECOMPUTE) as c:
+        c["p0"].on["prefill"] = fails(502, "lost", "protocol")
+        c["d0"].on["decode"] = stalls_then()
+        task = asyncio.ensure_future(c.ask(body))
+        await c["d0"].stalled.wait()
+        await eventually(lambda: c["p0"].served > 0 and c["p0"].open == 0)
+        c["d0"].release.set()
+        answer = await task
+        assert answer.status == 200
+        assert answer.headers["x-pdctl-path"] == "d0"
+        assert 'cause="protocol",leg="prefill"' in c.router.meter.text().decode()
+        assert c["d0"].aborted == []
 
 
 async def test_garbage_after_done_is_not_the_clients() -> None:

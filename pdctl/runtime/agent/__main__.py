@@ -1,0 +1,104 @@
+"""`python -m pdctl.runtime.agent --state DIR --host NAME`: one host's agent, until told to end.
+
+The actor system's key goes from the state directory into this process's own environment, after
+start: it is on no command line, and not in what other processes can read of this one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+
+import anyio
+import anyio.abc
+
+from pdctl.errors import PdctlError
+from pdctl.runtime.agent.core import Agent
+from pdctl.runtime.agent.orders import ACTOR_KEY_ENV, Orders
+from pdctl.runtime.hosts.local import LocalHost
+from pdctl.runtime.state import ClusterRecord, StateDir, actor_key
+
+log = logging.getLogger("pdctl.agent")
+
+REPLY_S = 0.2
+"""For the answer to the last call to reach its caller."""
+
+
+def main() -> int:
+    """Exit code: 0 after shutdown or SIGTERM, the error's own otherwise."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    logging.getLogger("xoscar").setLevel(logging.WARNING)
+    arguments = _arguments()
+    try:
+        state = StateDir(Path(arguments.state))
+        record = state.read()
+        if record is None:
+            raise PdctlError(f"{state.path}: no cluster was launched from here")
+        orders = Orders(record, state, arguments.host)
+        os.environ[ACTOR_KEY_ENV] = actor_key(state.read_key())
+        for folder in (os.path.dirname(record.socket_dir), record.socket_dir):
+            LocalHost().make_dir(folder)
+        anyio.run(_serve, orders, record)
+    except PdctlError as error:
+        log.error("%s", error.message)
+        return error.exit_code
+    except OSError as error:
+        log.error("%s", error)
+        return 1
+    return 0
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m pdctl.runtime.agent")
+    parser.add_argument("--state", required=True, help="the cluster's state directory")
+    parser.add_argument("--host", required=True, help="this host's name in the topology")
+    return parser.parse_args()
+
+
+async def _serve(orders: Orders, record: ClusterRecord) -> None:
+    import xoscar
+
+    from pdctl.runtime.agent.actor import UID, AgentActor
+
+    agent = Agent(orders)
+    address = f"127.0.0.1:{record.plan.agent_ports[orders.host]}"
+    listening = anyio.Event()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(_obey_signals, agent.stopping)
+        tasks.start_soon(_run, agent, listening, tasks)
+        await listening.wait()
+        pool = await xoscar.create_actor_pool(
+            address, n_process=0, enable_internal_addresses=[False]
+        )
+        try:
+            await xoscar.create_actor(AgentActor, agent, address=pool.external_address, uid=UID)
+            log.info("host=%s serving at %s", orders.host, address)
+            await agent.stopping.wait()
+            await anyio.sleep_forever()
+        finally:
+            with anyio.CancelScope(shield=True), anyio.move_on_after(5.0):
+                await anyio.sleep(REPLY_S)
+                await pool.stop()
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(orders.socket_path)
+
+
+async def _run(agent: Agent, listening: anyio.Event, tasks: anyio.abc.TaskGroup) -> None:
+    await agent.run(listening.set)
+    tasks.cancel_scope.cancel()
+
+
+async def _obey_signals(stopping: anyio.Event) -> None:
+    with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
+        async for number in signals:
+            log.info("%s: stopping everything", signal.Signals(number).name)
+            stopping.set()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

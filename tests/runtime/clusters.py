@@ -1,0 +1,134 @@
+"""Clusters of test doubles: a topology whose `python` is a wrapper that runs `double.py`."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import anyio
+
+from pdctl.runtime.state import AgentRecord, ClusterRecord, StateDir
+from pdctl.topology.contract import Attention, Contract, Positions
+from pdctl.topology.load import loads
+from pdctl.topology.model import Dtype, Topology
+from pdctl.topology.plan import derive
+
+DOUBLE = Path(__file__).with_name("double.py")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wrapper(folder: Path) -> Path:
+    """An interpreter that runs the double instead of an engine's server."""
+    path = folder / "python-double"
+    path.write_text(
+        "#!/bin/sh\n"
+        'case "$*" in\n'
+        f'  *mlx.server*) exec "{sys.executable}" "{DOUBLE}" "$@" ;;\n'
+        f'  *) exec "{sys.executable}" "$@" ;;\n'
+        "esac\n"
+    )
+    path.chmod(0o755)
+    return path
+
+
+def topology_text(
+    folder: Path,
+    *,
+    name: str | None = None,
+    faults: dict[str, str] | None = None,
+    roles: dict[str, str] | None = None,
+    model: Path | None = None,
+) -> str:
+    """A topology of doubles; `faults` maps a replica to its fault."""
+    faults = faults or {}
+    head = f"""
+schema = 1
+name = "{name or f"t-{uuid.uuid4().hex[:8]}"}"
+[model]
+name = "tiny"
+context_length = 256
+[handoff]
+buffer_bytes = "1MiB"
+[router]
+bind = "127.0.0.1:{free_port()}"
+[hosts.local]
+python = "{wrapper(folder)}"
+"""
+    replicas = [
+        f"""
+[[replicas]]
+name = "{replica}"
+engine = "mlx"
+role = "{role}"
+model = "{model or folder}"
+compute_dtype = "float32"
+env = {{ DOUBLE = "{faults.get(replica, "")}" }}
+"""
+        for replica, role in (roles or {"p0": "prefill", "d0": "decode"}).items()
+    ]
+    return head + "".join(replicas)
+
+
+def contract() -> Contract:
+    return Contract(
+        weights="w",
+        tokenizer="t",
+        chat_template="c",
+        attention=Attention(kind="full", layers=2, kv_heads=1, head_dim=8),
+        positions=Positions(rope_theta=10000.0, max_positions=512, context_length=256),
+        dtype=Dtype.FLOAT16,
+    )
+
+
+def declared(folder: Path, **options: object) -> Topology:
+    topology, found = loads(topology_text(folder, **options))  # type: ignore[arg-type]
+    assert topology is not None, found
+    return topology
+
+
+@contextmanager
+def written(folder: Path, **options: object) -> Iterator[tuple[StateDir, ClusterRecord]]:
+    """A state directory as `up` writes it just before it starts the agent."""
+    topology = declared(folder, **options)
+    busy = frozenset(free_port() for _ in range(2))
+    state = StateDir(folder / "state" / topology.name)
+    state.make()
+    state.create_key()
+    record = ClusterRecord(
+        run=uuid.uuid4().hex,
+        phase="starting",
+        created_at=time.time(),
+        topology_path=str(folder / "topology.toml"),
+        topology=topology,
+        plan=derive(topology, contract(), busy={"local": busy}),
+        contract=contract(),
+    )
+    state.write(record)
+    yield state, record
+
+
+async def until(what: str, condition: Callable[[], bool], timeout_s: float = 15.0) -> None:
+    """Waits until `condition` holds; for what nothing can signal."""
+    with anyio.move_on_after(timeout_s):
+        while not condition():
+            await anyio.sleep(0.02)
+        return
+    raise AssertionError(f"after {timeout_s} s still not: {what}")
+
+
+def environment(run: str) -> dict[str, str]:
+    return {**os.environ, "PDCTL_RUN": run}
+
+
+__all__ = ["AgentRecord"]

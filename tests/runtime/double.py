@@ -1,0 +1,102 @@
+"""A test double of an engine: speaks the channel, answers HTTP, and misbehaves when told to.
+
+`DOUBLE` in its environment names the fault: "exit" at start, "never_ready", "wrong_theta",
+"stubborn" (ignores SIGTERM), "forks" (a child in the same session, one in its own).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import msgspec
+
+from pdctl.engines.attachment import Attachment
+from pdctl.engines.channel import Assignment, Effective, Ready
+from pdctl.handoff.counters import Counters
+from pdctl.topology.model import Engine, Role
+
+TOKEN = {"id": 7, "token": " a", "logprob": -0.1, "bytes": None}
+STEP = {**TOKEN, "top_logprobs": [{"id": 7 + i, "logprob": -0.1 - i} for i in range(5)]}
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self.answer({"status": "ok"})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        count = body.get("max_tokens", 1)
+        choice = {"index": 0, "finish_reason": "length", "logprobs": {"content": [STEP] * count}}
+        if "messages" in body:
+            choice["message"] = {"role": "assistant", "content": " a" * count}
+        else:
+            choice["text"] = " a" * count
+        usage = {"prompt_tokens": 9, "completion_tokens": count, "total_tokens": 9 + count}
+        self.answer({"id": "x", "model": "x", "choices": [choice], "usage": usage})
+
+    def answer(self, content: object) -> None:
+        raw = json.dumps(content).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(raw)))
+        self.end_headers()
+        self.wfile.write(raw)
+
+    def log_message(self, form: str, *arguments: object) -> None:
+        print(form % arguments, flush=True)
+
+
+def ready_message(assigned: Assignment, port: int, fault: str) -> Ready:
+    positions = assigned.contract.positions
+    if fault == "wrong_theta":
+        positions = msgspec.structs.replace(positions, rope_theta=positions.rope_theta + 1)
+    return Ready(
+        engine=Engine.MLX,
+        engine_version="double",
+        effective=Effective(
+            attention=assigned.contract.attention,
+            positions=positions,
+            compute_dtype=assigned.compute_dtype,
+        ),
+        http_port=port,
+        data_port=assigned.data_port if assigned.role is Role.PREFILL else None,
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--port", type=int, required=True)
+    port = parser.parse_known_args()[0].port
+    fault = os.environ.get("DOUBLE", "")
+    print(f"double: {fault or 'well'}", flush=True)
+    if fault == "exit":
+        print("double: cannot find the weights", flush=True)
+        return 3
+    if fault == "stubborn":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if fault == "forks":
+        subprocess.Popen(["sleep", "600"])
+        subprocess.Popen(["sleep", "600"], start_new_session=True)
+    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    attachment = Attachment.from_environment(
+        os.environ, counters=lambda: Counters(prompt_tokens=5), superseded=lambda: os._exit(4)
+    )
+    assigned = attachment.open(10.0)
+    if fault != "never_ready":
+        attachment.ready(ready_message(assigned, port, fault))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Event().wait()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,95 @@
+"""The command line: builds it, runs it, and is the one place where errors become exit codes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
+
+import typer
+
+from pdctl import __version__
+from pdctl.cli.verbs import VERBS, Verb
+from pdctl.errors import PdctlError
+
+TRACEBACK_ENV = "PDCTL_TRACEBACK"
+INTERRUPTED = 130
+
+DESCRIPTION = """Serve one language model with prefill on one engine and decode on another.
+
+A TOML topology names hosts, engines and roles; `pdctl init` writes one."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs one command line and exits: 0 ok, 1 runtime failure, 2 usage or topology error,
+    3 contract mismatch, 4 host not fit, 5 launch failed, 130 interrupted."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        application(given)(given, prog_name="pdctl")
+    except PdctlError as error:
+        _tell(error.message, error.hint)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+    except Exception as error:  # The process boundary: nobody above could do better.
+        if os.environ.get(TRACEBACK_ENV):
+            raise
+        _tell(
+            f"unexpected {type(error).__name__}: {error}",
+            f"this is a fault of pdctl; {TRACEBACK_ENV}=1 shows where it happened",
+        )
+        sys.exit(PdctlError.exit_code)
+
+
+def application(arguments: Sequence[str] = ()) -> typer.Typer:
+    """The command line that is needed for these arguments: the verb that they name is loaded,
+    the others are only listed."""
+    app = typer.Typer(
+        name="pdctl",
+        help=DESCRIPTION,
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        rich_markup_mode="markdown",
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(_root)
+    wanted = next((word for word in arguments if not word.startswith("-")), None)
+    completing = "_PDCTL_COMPLETE" in os.environ
+    for verb in VERBS.values():
+        loaded = verb.load() if completing or verb.name == wanted else _listed(verb)
+        app.command(verb.name, help=None if loaded.__doc__ else verb.help)(loaded)
+    return app
+
+
+def _listed(verb: Verb) -> Callable[..., Any]:
+    def not_loaded() -> None:
+        raise AssertionError(f"{verb.name} was listed and then run")
+
+    not_loaded.__doc__ = verb.help
+    return not_loaded
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"pdctl {__version__}")
+        raise typer.Exit
+
+
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    pass
+
+
+def _tell(message: str, hint: str | None) -> None:
+    from pdctl.cli.render import show_error
+
+    show_error(message, hint)
+
+
+if __name__ == "__main__":
+    main()

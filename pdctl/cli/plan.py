@@ -1,0 +1,97 @@
+"""`pdctl plan`: what `up` would run."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from pdctl.cli import render
+from pdctl.engines.interface import Command
+from pdctl.engines.registry import spec_for
+from pdctl.runtime.validation import Validation
+from pdctl.runtime.validation import validate as run
+from pdctl.topology.model import Topology
+from pdctl.topology.plan import Plan
+from pdctl.topology.sizes import approximate_size
+
+
+def plan(
+    topology: Annotated[str, typer.Argument(help="A topology file.")],
+    offline: Annotated[
+        bool, typer.Option("--offline", help="Plan from the file alone and touch no host.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+) -> None:
+    """Show what `up` would run: commands, environments, ports, pairs and budgets."""
+    with render.steps() as watcher:
+        outcome = run(topology, offline=offline, watcher=watcher)
+    if not as_json or not outcome.report.valid:
+        render.show_diagnostics(outcome.report)
+    if outcome.plan is None or outcome.topology is None:
+        raise typer.Exit(outcome.report.exit_code)
+    commands = replica_commands(outcome.topology, outcome.plan)
+    if as_json:
+        render.print_json(document(outcome, commands))
+    else:
+        _show(outcome.plan, commands)
+
+
+def replica_commands(topology: Topology, plan: Plan) -> dict[str, Command]:
+    """Replica → the process that its agent would start."""
+    return {
+        r.name: spec_for(r.engine).command(r, topology.hosts[r.host], plan) for r in plan.replicas
+    }
+
+
+def document(outcome: Validation, commands: dict[str, Command]) -> dict[str, Any]:
+    """The plan as `--json` prints it."""
+    return {
+        "format_version": "1.0",
+        "plan": msgspec.to_builtins(outcome.plan),
+        "contract": msgspec.to_builtins(outcome.contract),
+        "commands": msgspec.to_builtins(commands),
+        "diagnostics": msgspec.to_builtins(outcome.report.diagnostics),
+    }
+
+
+def _show(plan: Plan, commands: dict[str, Command]) -> None:
+    from rich.table import Table
+
+    console = render.stdout()
+    console.print(
+        f"cluster {plan.cluster}: {plan.model}, {plan.dtype}, {plan.context_length} tokens"
+    )
+    console.print(f"router http://{plan.router_bind} on {plan.router_host}")
+    for host, port in plan.agent_ports.items():
+        console.print(f"agent 127.0.0.1:{port} on {host}")
+    table = Table("replica", "host", "engine", "role", "compute", "http", "data", box=None)
+    for r in plan.replicas:
+        data = "" if r.data_port is None else f"{r.data_host}:{r.data_port}"
+        http = f"{r.http_host}:{r.http_port}"
+        table.add_row(r.name, r.host, r.engine, r.role, r.compute_dtype, http, data)
+    console.print(table)
+    for pair in plan.pairs:
+        console.print(f"pair {pair.path}  {pair.transport}  ({pair.reason})")
+    for line in _budget(plan):
+        console.print(line)
+    for name, command in commands.items():
+        console.print(f"\n{name}:")
+        for key, value in command.env.items():
+            console.print(f"  {key}={shlex.quote(value)}", soft_wrap=True)
+        console.print(f"  {shlex.join(command.argv)}", soft_wrap=True)
+
+
+def _budget(plan: Plan) -> list[str]:
+    if plan.token_kv_bytes is None or plan.page_bytes is None:
+        return ["KV per token: not known offline"]
+    lines = [f"KV per token: {plan.token_kv_bytes} bytes; per page of 64: {plan.page_bytes} bytes"]
+    if plan.buffer_bytes is not None:
+        prompt = min(plan.context_length, plan.buffer_bytes // plan.page_bytes * 64)
+        lines.append(
+            f"page budget per prefill replica: {approximate_size(plan.buffer_bytes)}, "
+            f"for prompts up to {prompt} tokens"
+        )
+    return lines

@@ -1,0 +1,38 @@
+"""`pdctl validate`: everything that can be known before launch."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+
+def validate(
+    topology: Annotated[str, typer.Argument(help="A topology file.")],
+    offline: Annotated[
+        bool, typer.Option("--offline", help="Check the file alone and touch no host.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Check everything that can be known before launch; report every problem."""
+    from pdctl.cli import render
+    from pdctl.runtime.validation import validate as run
+
+    with render.steps() as watcher:
+        outcome = run(topology, offline=offline, watcher=watcher)
+    report = outcome.report
+    if as_json:
+        render.print_json(report)
+    else:
+        render.show_diagnostics(report)
+        if report.valid and outcome.plan is not None:
+            plan = outcome.plan
+            parts = [
+                f"{topology} is valid",
+                render.counted(len(plan.replicas), "replica"),
+                render.counted(len(plan.pairs), "pair"),
+            ]
+            if plan.contract_digest:
+                parts.append(f"contract {plan.contract_digest[:12]}")
+            render.stdout().print(": ".join([parts[0], ", ".join(parts[1:])]), soft_wrap=True)
+    raise typer.Exit(report.exit_code)

@@ -125,9 +125,7 @@ class CounterBoard:
         with self._lock:
             now = self._counters
             histogram = now.phases.get(phase, Histogram()).observed(max(0.0, seconds))
-            self._counters = msgspec.structs.replace(
-                now, phases={**now.phases, phase: histogram}
-            )
+            self._counters = msgspec.structs.replace(now, phases={**now.phases, phase: histogram})
 
     def read(self) -> Counters:
         return self._counters

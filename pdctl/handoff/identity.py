@@ -1,0 +1,60 @@
+"""Who one end of a handoff is, and how prompts are told apart."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+import numpy as np
+
+from pdctl.errors import HandoffError
+
+
+class Identity(msgspec.Struct, frozen=True):
+    """One replica as its peers know it.
+
+    `key` is the cluster's, secret; `digest` is the contract's.
+    """
+
+    replica: str
+    key: bytes
+    digest: str
+
+    def __repr__(self) -> str:
+        return f"Identity(replica={self.replica!r}, digest={self.digest!r})"
+
+
+class Leg(Protocol):
+    """The part of `pdctl.engines.interface.Leg` that a handoff reads."""
+
+    @property
+    def room(self) -> int: ...
+    @property
+    def ticket(self) -> str: ...
+    @property
+    def prefill(self) -> str: ...
+    @property
+    def decode(self) -> str: ...
+    @property
+    def sender(self) -> str: ...
+    @property
+    def timeout_s(self) -> float: ...
+
+
+def tokens_digest(token_ids: Sequence[int]) -> bytes:
+    """SHA-256 over the prompt's token ids, each as a little-endian uint32.
+
+    Raises:
+        HandoffError: no tokens, or an id that is not a uint32.
+    """
+    if len(token_ids) == 0:
+        raise HandoffError("the prompt has no tokens")
+    try:
+        ids = np.array(token_ids, dtype=np.int64)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise HandoffError(f"the prompt's token ids are not integers: {error}") from error
+    if ids.ndim != 1 or ids.min() < 0 or ids.max() >= 1 << 32:
+        raise HandoffError("the prompt's token ids are not unsigned 32-bit integers")
+    return hashlib.sha256(ids.astype("<u4").tobytes()).digest()

@@ -1,0 +1,104 @@
+"""Frames over one connection, with the times at which the peer was heard and spoken to."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from pdctl.errors import PeerLost
+from pdctl.handoff import wire
+from pdctl.handoff.lease import Life
+from pdctl.handoff.page import PageGeometry
+from pdctl.handoff.transport.interface import Connection
+
+
+class Link:
+    """One thread reads; any thread sends: frames never mix.
+
+    `life.heard_at` follows every received byte and `life.spoke_at` every sent one, so that a
+    slow piece is a sign of life from its first byte to its last (R5).
+    """
+
+    def __init__(
+        self, connection: Connection, geometry: PageGeometry, clock: Callable[[], float]
+    ) -> None:
+        self.connection = connection
+        self.geometry = geometry
+        self.clock = clock
+        self.life = Life(clock())
+        self.payload_at = clock()
+        """When a byte of a page was last sent or received."""
+        self._sending = threading.Lock()
+        self._scratch: memoryview | None = None
+        self._header = memoryview(bytearray(wire.HEADER_BYTES))
+
+    def send(self, message: wire.Message, room: int = 0, *, fingerprint: str = "") -> None:
+        """Blocks until the kernel has all of it. Raises PeerLost."""
+        with self._sending:
+            self._send([memoryview(wire.frame(message, room, fingerprint=fingerprint))])
+
+    def send_piece(self, room: int, page: int, first_layer: int, piece: memoryview) -> None:
+        """`piece`: bytes of whole layers, contiguous, unchanged until this returns."""
+        layers = piece.nbytes // self.geometry.layer_bytes
+        header = wire.piece_header(room, page, first_layer, layers, piece)
+        with self._sending:
+            self._send([memoryview(header), piece], payload=True)
+
+    def _send(self, parts: list[memoryview], *, payload: bool = False) -> None:
+        while parts:
+            taken = self.connection.send(parts)
+            self.life.spoke_at = now = self.clock()
+            if payload:
+                self.payload_at = now
+            while parts and taken >= parts[0].nbytes:
+                taken -= parts.pop(0).nbytes
+            if taken:
+                parts[0] = parts[0][taken:]
+
+    def send_now(self, message: wire.Message, room: int) -> bool:
+        """Without blocking; False where the connection is busy. Never raises."""
+        if not self._sending.acquire(blocking=False):
+            return False
+        try:
+            sent = self.connection.send_now(wire.frame(message, room))
+        except PeerLost:
+            return False
+        finally:
+            self._sending.release()
+        if sent:
+            self.life.spoke_at = self.clock()
+        return sent
+
+    def read_header(self) -> wire.Header:
+        """Raises PeerLost at the end of the stream, ProtocolViolation."""
+        self._fill(self._header)
+        return wire.read_header(self._header, self.geometry)
+
+    def read_body(self, header: wire.Header) -> bytes:
+        """The body of everything but Pages, unchecked."""
+        body = bytearray(header.length)
+        self._fill(memoryview(body))
+        return bytes(body)
+
+    def read_message(self, header: wire.Header) -> wire.Message:
+        return wire.read_body(header, self.read_body(header))
+
+    def read_piece(self, header: wire.Header) -> memoryview:
+        """A piece, its checksum compared; valid until the next one is read."""
+        if self._scratch is None:
+            self._scratch = memoryview(bytearray(self.geometry.page_bytes))
+        piece = self._scratch[: header.length]
+        self._fill(piece, payload=True)
+        wire.check_body(header, piece)
+        return piece
+
+    def _fill(self, view: memoryview, *, payload: bool = False) -> None:
+        got, size = 0, view.nbytes
+        while got < size:
+            count = self.connection.recv_into(view[got:])
+            if count == 0:
+                raise PeerLost(f"{self.connection.peer} closed the connection")
+            got += count
+            self.life.heard_at = now = self.clock()
+            if payload:
+                self.payload_at = now

@@ -1,0 +1,342 @@
+"""One prompt on the sender: its pages, and what is to be sent next."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+import numpy as np
+
+from pdctl.errors import (
+    HandoffCancelled,
+    HandoffError,
+    HandoffExpired,
+    ProtocolViolation,
+    TicketRejected,
+)
+from pdctl.handoff import wire
+from pdctl.handoff.budget import Claim
+from pdctl.handoff.lease import Deadline
+from pdctl.handoff.page import PageGeometry, Patterns
+from pdctl.handoff.state import SENDER_FINAL, Event, Sending, sending
+
+
+class PagePart(msgspec.Struct, frozen=True):
+    """Send this page now, in pieces of whole layers."""
+
+    page: int
+
+
+class Over(msgspec.Struct, frozen=True):
+    """Nothing more is to be sent but, where it is set, an Abort with this error."""
+
+    tell: HandoffError | None
+
+
+Step = wire.Offer | PagePart | wire.End | Over
+
+
+class Peer(Protocol):
+    """The connection that serves a room (`serving.py`)."""
+
+    def engage(self, outbound: Outbound) -> None:
+        """Called with locks held: it only hands the room to the connection's writer."""
+        ...
+
+
+class Prompt(msgspec.Struct, frozen=True, kw_only=True):
+    """What was admitted."""
+
+    room: int
+    decode: str
+    tokens: int
+    token_sha256: bytes
+    ticket_expires_at_s: float
+
+
+class Outbound:
+    """One prompt's handoff, on the sender. Thread-safe; no method blocks on the network.
+
+    It ends exactly once: done, failed or cancelled. Calls after that are ignored, but for
+    `pages`. `on_reserved` and `on_settled` run on any thread, without locks, and must not
+    block.
+    """
+
+    def __init__(
+        self,
+        prompt: Prompt,
+        geometry: PageGeometry,
+        deadline: Deadline,
+        clock: Callable[[], float],
+        *,
+        post: Callable[[Callable[[], None]], None],
+        settle: Callable[[Outbound], None],
+    ) -> None:
+        self.prompt = prompt
+        self.room = prompt.room
+        self.tokens = prompt.tokens
+        """Positions that the prompt has."""
+        self.decode = prompt.decode
+        """The receiver's name."""
+        self.error: HandoffError | None = None
+        """Why it failed; set before `settled`."""
+        self.done = False
+        """The receiver has committed everything."""
+        self.settled = threading.Event()
+        """Set at the end, after pages, budget and counters were given back."""
+        self.admitted_at = clock()
+        self.needed_at: float | None = None
+        """When the last position that the grant needs was written."""
+        self.sent_bytes = 0
+        self.grant: wire.Grant | None = None
+        self.peer: Peer | None = None
+        self.claim: Claim | None = None
+        self.on_settled: Callable[[Outbound], None] | None = None
+        self._geometry = geometry
+        self._deadline = deadline
+        self._clock = clock
+        self._post = post
+        self._settle = settle
+        self._changed = threading.Condition()
+        self._machine = sending()
+        self._tell_peer = False
+        self._pages: Patterns | None = None
+        self._written = 0
+        self._last_begun = False
+        self._finished = False
+        self._first_token: int | None = None
+        self._next_page = 0
+        self._settling = False
+
+    # -- the engine's side ---------------------------------------------------------------
+
+    def pages(self) -> Patterns:
+        """`[pages, layers, 2, page_tokens, kv_heads, head_dim]`, zeroed.
+
+        From `on_reserved` until the end. An array that the engine still holds after that is
+        its own: it is never given to another prompt.
+
+        Raises:
+            HandoffError: the handoff is over, or nothing is reserved yet.
+        """
+        with self._changed:
+            if self._pages is None:
+                raise self.error or HandoffCancelled(f"room {self.room} holds no pages")
+            return self._pages
+
+    def written(self, tokens: int) -> None:
+        """Positions [0, tokens) stand in `pages()`. A number below an earlier one, as after a
+        preemption, changes nothing.
+
+        Raises:
+            ValueError: more positions than the prompt has.
+        """
+        if tokens > self.tokens:
+            raise ValueError(f"{tokens} positions written, the prompt has {self.tokens}")
+        with self._changed:
+            if tokens <= self._written or self.over:
+                return
+            self._written = tokens
+            self._progress()
+
+    def begin_last(self) -> bool:
+        """Whether the position of the prompt's last token is to be written at all.
+
+        False where the receiver is known not to want it, or the handoff is over. True holds
+        the tail page back until `written(tokens)` or `finish`. Once per prompt, before the
+        position is written into `pages()`.
+        """
+        with self._changed:
+            if self.over or (self.grant is not None and self.grant.tokens < self.tokens):
+                return False
+            self._last_begun = True
+            return True
+
+    def finish(self, first_token: int) -> None:
+        """The prefill has ended; `first_token` travels where the receiver wants it."""
+        with self._changed:
+            if self.over or self._finished:
+                return
+            self._finished = True
+            self._first_token = first_token
+            self._progress()
+
+    def fail(self, error: HandoffError) -> None:
+        """Ends the handoff; the receiver is told. Does nothing once it is over."""
+        self._end(error, tell_peer=True)
+
+    def cancel(self) -> None:
+        self.fail(HandoffCancelled(f"room {self.room} was cancelled on the sender"))
+
+    # -- the session's side --------------------------------------------------------------
+
+    @property
+    def over(self) -> bool:
+        return self._machine.state in SENDER_FINAL
+
+    @property
+    def positions(self) -> int:
+        """Positions written so far."""
+        return self._written
+
+    def admit(self) -> None:
+        with self._changed:
+            self._machine.on(Event.ADMIT)
+
+    def attach(self, peer: Peer, decode: str) -> None:
+        """A receiver said Hello.
+
+        Raises:
+            TicketRejected: another has claimed the room, or it is not the one named.
+            HandoffError: the room's own, where it is over already.
+        """
+        with self._changed:
+            if self.over:
+                raise self.error or TicketRejected(f"room {self.room} is over")
+            if self.peer is not None:
+                raise TicketRejected(f"room {self.room}: the ticket was used before")
+            if decode != self.decode:
+                raise TicketRejected(f"room {self.room} is for {self.decode}, not {decode}")
+            self._machine.on(Event.HELLO)
+            self.peer = peer
+            peer.engage(self)
+            self._changed.notify_all()
+
+    def reserve(self) -> bool:
+        """The budget was granted; False where the handoff is over already."""
+        with self._changed:
+            if self.over:
+                return False
+            self._machine.on(Event.RESERVE)
+            self._pages = self._geometry.empty(self.tokens)
+            self._progress()
+            return True
+
+    def granted(self, grant: wire.Grant) -> None:
+        """Raises ProtocolViolation where it asks for what was not offered."""
+        allowed = (self.tokens - 1, self.tokens)
+        if grant.tokens not in allowed or grant.held_tokens > grant.tokens:
+            raise ProtocolViolation(
+                f"granted positions {grant.held_tokens} to {grant.tokens} of {self.tokens}"
+            )
+        with self._changed:
+            self._machine.on(Event.GRANT)
+            self.grant = grant
+            self._next_page = grant.held_tokens // self._geometry.page_tokens
+            self._progress()
+
+    def committed(self) -> None:
+        """The receiver's Done. Ends the handoff."""
+        with self._changed:
+            self._machine.on(Event.DONE)
+            self.done = True
+            self._changed.notify_all()
+        self.settle()
+
+    def lose(self, error: HandoffError) -> None:
+        """Ends the handoff because of the peer, who need not be told; `settle` follows."""
+        self._end(error, tell_peer=False)
+
+    def moved(self, payload_at: float) -> None:
+        """Bytes of a page left at that time: progress, however slow (R5)."""
+        self._deadline.progressed(payload_at)
+
+    def check(self, now: float) -> None:
+        """Expires the handoff when its time is over."""
+        if self._deadline.passed(now):
+            self.fail(
+                HandoffExpired(
+                    f"room {self.room} made no progress for {self._deadline.timeout_s:g} s "
+                    f"while {self._machine.state.value}",
+                    hint="raise handoff.timeout_s if prompts take longer than that",
+                )
+            )
+
+    def step(self) -> Step:
+        """Blocks until there is something to send; the deadline ends every wait here."""
+        with self._changed:
+            while True:
+                step = self._decide()
+                if step is not None:
+                    return step
+                self._changed.wait()
+
+    def page_bytes(self, page: int) -> memoryview:
+        """A page as bytes, where it lies."""
+        pages = self.pages()
+        size = self._geometry.page_bytes
+        flat = pages.reshape(-1).view(np.uint8)
+        return flat[page * size : (page + 1) * size].data
+
+    def settle(self) -> None:
+        """Gives everything back, then says so; the first call only. No send may be reading
+        the pages."""
+        with self._changed:
+            if self._settling or not self.over:
+                return
+            self._settling = True
+            self._pages = None
+        self._settle(self)
+
+    # -- inside --------------------------------------------------------------------------
+
+    def _progress(self) -> None:
+        now = self._clock()
+        self._deadline.progressed(now)
+        if self.needed_at is None and self.grant and self._written >= self.grant.tokens:
+            self.needed_at = now
+        self._changed.notify_all()
+
+    def _end(self, error: HandoffError, *, tell_peer: bool) -> None:
+        with self._changed:
+            if self.over:
+                return
+            self._machine.on(Event.FAIL)
+            self.error = error
+            self._tell_peer = tell_peer
+            unserved = self.peer is None
+            self._changed.notify_all()
+        if unserved:
+            self._post(self.settle)
+
+    def _decide(self) -> Step | None:
+        state = self._machine.state
+        if state in SENDER_FINAL:
+            return Over(self.error if self._tell_peer else None)
+        if state is Sending.READY:
+            self._machine.on(Event.OFFER)
+            return wire.Offer(
+                tokens=self.tokens,
+                token_sha256=self.prompt.token_sha256,
+                pages=self._geometry.pages_for(self.tokens),
+            )
+        if state is not Sending.GRANTED or self.grant is None:
+            return None
+        page = self._next_page
+        end = self._geometry.pages_for(self.grant.tokens)
+        if page < end:
+            return self._page(page, self.grant) if self._whole(page, self.grant) else None
+        if self.grant.first_token and not self._finished:
+            return None
+        self._machine.on(Event.END)
+        first_page = self.grant.held_tokens // self._geometry.page_tokens
+        token = self._first_token if self.grant.first_token else None
+        return wire.End(pages=max(0, end - first_page), first_token=token)
+
+    def _whole(self, page: int, grant: wire.Grant) -> bool:
+        stop = (page + 1) * self._geometry.page_tokens
+        if self._written < min(stop, grant.tokens):
+            return False
+        being_written = self._last_begun and not self._finished and self._written < self.tokens
+        return not (being_written and stop >= self.tokens)
+
+    def _page(self, page: int, grant: wire.Grant) -> PagePart:
+        self._machine.on(Event.PAGES)
+        self._next_page = page + 1
+        slots = grant.tokens - page * self._geometry.page_tokens
+        if self._pages is not None and slots < self._geometry.page_tokens:
+            # what was not granted does not travel: the tail stays zero (R30)
+            self._pages[page, :, :, slots:] = 0
+        return PagePart(page)

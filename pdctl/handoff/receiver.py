@@ -1,0 +1,161 @@
+"""The decode replica's end: it dials, grants, and hands pages to its engine as they come."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from pdctl.errors import HandoffCancelled
+from pdctl.handoff.counters import CounterBoard
+from pdctl.handoff.ending import OnFailed, count_end
+from pdctl.handoff.handshake import answer
+from pdctl.handoff.identity import Identity, Leg, tokens_digest
+from pdctl.handoff.idle import IdleLinks
+from pdctl.handoff.inbound import Inbound, Services
+from pdctl.handoff.lease import checked_timeout
+from pdctl.handoff.link import Link
+from pdctl.handoff.page import PageGeometry
+from pdctl.handoff.pulse import Pulse, guarded
+from pdctl.handoff.sink import PageSink, Want
+from pdctl.handoff.transport.interface import Transport
+from pdctl.handoff.transport.tcp import TcpTransport, parse_address
+from pdctl.trace import monotonic_s
+
+__all__ = ["Inbound", "PageSink", "Receiver", "Want"]
+
+DIAL_S = 5.0
+CLOSE_S = 5.0
+
+
+class Receiver:
+    """Owns the connections to senders and every handoff that it fetches.
+
+    Threads: one pulse, and per handoff one that reads and, briefly, one that allocates; all
+    end with `close`. Any thread may call any method.
+
+    Args:
+        timeout_s: the default of legs; each brings its own.
+        on_failed: called before the failed handoff's `sink.abort`.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        geometry: PageGeometry,
+        *,
+        timeout_s: float,
+        board: CounterBoard,
+        on_failed: OnFailed,
+        clock: Callable[[], float] = monotonic_s,
+        transport: Transport | None = None,
+    ) -> None:
+        self._identity = identity
+        self._geometry = geometry
+        self._timeout_s = checked_timeout(timeout_s)
+        self._board = board
+        self._on_failed = on_failed
+        self._clock = clock
+        self._transport: Transport = transport or TcpTransport()
+        self._idle = IdleLinks(clock)
+        self._lock = threading.Lock()
+        self._active: set[Inbound] = set()
+        self._closed = False
+        self._pulse = Pulse("pdctl-fetch-pulse", self.check)
+        self._pulse.start()
+        self._services = Services(
+            connect=self._connect,
+            post=self._pulse.post,
+            count=self._count,
+            finished=self._finished,
+            digest=identity.digest,
+            clock=clock,
+        )
+
+    def fetch(self, leg: Leg, token_ids: Sequence[int], sink: PageSink) -> Inbound:
+        """Starts one handoff; `sink` learns the rest. Never blocks on the network.
+
+        Raises:
+            HandoffExpired: the leg's time is not a positive number of seconds.
+            HandoffCancelled: the receiver is closed.
+            HandoffError: the tokens are none, or not unsigned 32-bit integers.
+        """
+        digest = tokens_digest(token_ids)
+        inbound = Inbound(leg, digest, len(token_ids), sink, self._services)
+        with self._lock:
+            if self._closed:
+                raise HandoffCancelled("the receiver is closed")
+            self._active.add(inbound)
+        self._board.add(peer=leg.prefill, handoffs_active=1)
+        inbound.start()
+        self._pulse.wake()
+        return inbound
+
+    def close(self) -> None:
+        """Ends every handoff as cancelled, every connection and thread; bounded."""
+        with self._lock:
+            self._closed = True
+            active = list(self._active)
+        for inbound in active:
+            inbound.cancel()
+        until = time.monotonic() + CLOSE_S
+        for inbound in active:
+            inbound.join(max(0.0, until - time.monotonic()))
+        self._idle.close()
+        self._pulse.stop(CLOSE_S)
+
+    def check(self) -> bool:
+        """One beat: deadlines, life, idle connections. True while anything is under way."""
+        now = self._clock()
+        with self._lock:
+            active = list(self._active)
+        for inbound in active:
+            inbound.check(now)
+        self._idle.expire(now)
+        return bool(active)
+
+    def _connect(self, inbound: Inbound) -> Link:
+        address = parse_address(inbound.leg.sender)
+        link = self._idle.take(address)
+        if link is not None:
+            self._hand_over(inbound, link)
+            return link
+        patience_s = max(0.001, min(DIAL_S, inbound.remaining_s))
+        connection = self._transport.dial(address, patience_s)
+        link = Link(connection, self._geometry, self._clock)
+        self._hand_over(inbound, link)
+        answer(link, self._identity.key)
+        return link
+
+    def _hand_over(self, inbound: Inbound, link: Link) -> None:
+        try:
+            inbound.use(link)
+        except BaseException:
+            link.connection.unblock()
+            link.connection.close()
+            raise
+
+    def _count(self, inbound: Inbound) -> None:
+        leg, error, want = inbound.leg, inbound.error, inbound.want
+        imported = reused = 0
+        if error is None and want is not None:
+            imported = want.tokens - want.held_tokens
+            reused = want.held_tokens // self._geometry.page_tokens
+        count_end(
+            self._board,
+            leg.prefill,
+            error,
+            handoffs_active=-1,
+            host_bytes=inbound.received_bytes,
+            imported_tokens=imported,
+            reused_pages=reused,
+        )
+        if error is not None and not isinstance(error, HandoffCancelled):
+            cause, detail = error.cause, error.message
+            guarded(lambda: self._on_failed(leg.room, cause, detail))
+
+    def _finished(self, inbound: Inbound, link: Link | None) -> None:
+        with self._lock:
+            self._active.discard(inbound)
+        if link is not None:
+            self._idle.put(parse_address(inbound.leg.sender), link)

@@ -1,0 +1,268 @@
+"""The prefill replica's end: it listens, reserves, and sends pages while they are computed."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from pdctl.errors import BudgetExceeded, HandoffCancelled, HandoffError, PeerLost
+from pdctl.handoff.budget import Budget
+from pdctl.handoff.counters import CounterBoard
+from pdctl.handoff.ending import OnFailed, count_end
+from pdctl.handoff.identity import Identity, Leg, tokens_digest
+from pdctl.handoff.lease import Deadline, checked_timeout
+from pdctl.handoff.link import Link
+from pdctl.handoff.outbound import Outbound, Prompt
+from pdctl.handoff.page import PageGeometry
+from pdctl.handoff.pulse import Pulse, guarded
+from pdctl.handoff.rooms import Rooms
+from pdctl.handoff.serving import Serving, Terms
+from pdctl.handoff.ticket import verify
+from pdctl.handoff.transport.interface import Connection, Listener, Transport
+from pdctl.handoff.transport.tcp import TcpTransport
+from pdctl.trace import monotonic_s
+
+__all__ = ["Outbound", "Sender"]
+
+log = logging.getLogger("pdctl.handoff")
+
+AWAITED_S = 30.0
+"""How long a Hello waits for its prompt, at most."""
+CLOSE_S = 5.0
+GRACE_S = 1.0
+MAX_UNPROVED = 64
+MAX_CONNECTIONS = 1024
+
+
+class Sender:
+    """Owns the listener, its connections, the budget and every room.
+
+    Threads: one that accepts, one pulse, two per connection; all end with `close`. Any thread
+    may call any method.
+
+    Args:
+        listen: host and port; port 0 picks one.
+        budget_bytes: for the pages of all prompts that are reserved at a time.
+        timeout_s: bounds what a leg does not: how long a Hello waits for its prompt.
+        on_failed: called before the failed handoff's `on_settled`.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        geometry: PageGeometry,
+        *,
+        listen: tuple[str, int],
+        budget_bytes: int,
+        timeout_s: float,
+        board: CounterBoard,
+        on_failed: OnFailed,
+        clock: Callable[[], float] = monotonic_s,
+        transport: Transport | None = None,
+    ) -> None:
+        self._identity = identity
+        self._geometry = geometry
+        self._address = listen
+        self._board = board
+        self._on_failed = on_failed
+        self._clock = clock
+        self._transport: Transport = transport or TcpTransport()
+        self._budget = Budget(budget_bytes, changed=self._count_budget)
+        self._rooms = Rooms()
+        awaited_s = min(AWAITED_S, checked_timeout(timeout_s))
+        self._terms = Terms(identity, self._rooms, awaited_s, self._forget)
+        self._lock = threading.Lock()
+        self._servings: set[Serving] = set()
+        self._closing = threading.Event()
+        self._listener: Listener | None = None
+        self._acceptor = threading.Thread(target=self._accept, name="pdctl-accept", daemon=True)
+        self._pulse = Pulse("pdctl-send-pulse", self.check)
+
+    def start(self) -> int:
+        """Listens; the bound port. Raises PeerLost where it can't listen there."""
+        self._listener = self._transport.listen(self._address)
+        self._acceptor.start()
+        self._pulse.start()
+        return self._listener.port
+
+    def admit(
+        self,
+        leg: Leg,
+        token_ids: Sequence[int],
+        *,
+        on_reserved: Callable[[Outbound], None],
+        on_settled: Callable[[Outbound], None],
+    ) -> Outbound:
+        """Opens a room for a prompt and asks the budget for its pages. Never blocks.
+
+        Args:
+            on_reserved: the pages are there, perhaps before this returns.
+            on_settled: the handoff is over; exactly once, unless this raises.
+
+        Raises:
+            BudgetExceeded: the prompt can never fit; QueueFull: too many wait.
+            TicketRejected: the ticket is forged, expired or spent.
+            HandoffExpired: the leg's time is not a positive number of seconds.
+            HandoffError: what ended the room before its prompt came.
+        """
+        if self._closing.is_set():
+            raise HandoffCancelled("the sender is closing")
+        outbound = self._prepared(leg, token_ids, on_reserved)
+        outbound.on_settled = on_settled
+        try:
+            self._rooms.admit(outbound, time.time())
+        except HandoffError as error:
+            self._count_end(outbound, error)
+            raise
+        self._board.add(peer=outbound.decode, handoffs_active=1)
+        try:
+            self._reserve(outbound)
+        except HandoffError as error:
+            outbound.on_settled = None
+            outbound.fail(error)
+            raise
+        self._pulse.wake()
+        return outbound
+
+    def close(self) -> None:
+        """Ends every handoff as cancelled, every connection and thread; bounded."""
+        self._closing.set()
+        if self._listener is None:
+            return
+        self._listener.close()
+        self._acceptor.join(CLOSE_S)
+        for outbound in self._rooms.open():
+            outbound.fail(HandoffCancelled("the sender is closing"))
+            outbound.settled.wait(GRACE_S)
+        with self._lock:
+            servings = list(self._servings)
+        for serving in servings:
+            serving.unblock()
+        until = time.monotonic() + CLOSE_S
+        for serving in servings:
+            serving.join(max(0.0, until - time.monotonic()))
+        self._pulse.stop(CLOSE_S)
+
+    def check(self) -> bool:
+        """One beat: deadlines, life, idle connections. True while anything is under way."""
+        now = self._clock()
+        with self._lock:
+            servings = list(self._servings)
+        for serving in servings:
+            serving.check(now)
+        open_rooms = self._rooms.open()
+        for outbound in open_rooms:
+            outbound.check(now)
+        return bool(open_rooms) or any(serving.busy for serving in servings)
+
+    def _prepared(
+        self, leg: Leg, token_ids: Sequence[int], on_reserved: Callable[[Outbound], None]
+    ) -> Outbound:
+        expires_at_s = verify(
+            self._identity.key,
+            leg.ticket,
+            room=leg.room,
+            prefill=self._identity.replica,
+            decode=leg.decode,
+            digest=self._identity.digest,
+            now_s=time.time(),
+        )
+        prompt = Prompt(
+            room=leg.room,
+            decode=leg.decode,
+            tokens=len(token_ids),
+            token_sha256=tokens_digest(token_ids),
+            ticket_expires_at_s=expires_at_s,
+        )
+        outbound = Outbound(
+            prompt,
+            self._geometry,
+            Deadline(leg.timeout_s, self._clock()),
+            self._clock,
+            post=self._pulse.post,
+            settle=self._settle,
+        )
+        size = self._geometry.pages_for(prompt.tokens) * self._geometry.page_bytes
+        outbound.claim = self._budget.claim(size, lambda: self._granted(outbound, on_reserved))
+        return outbound
+
+    def _reserve(self, outbound: Outbound) -> None:
+        assert outbound.claim is not None
+        try:
+            self._budget.start(outbound.claim)
+        except BudgetExceeded as error:
+            pages = self._budget.total // self._geometry.page_bytes
+            longest = pages * self._geometry.page_tokens
+            raise BudgetExceeded(
+                f"a prompt of {outbound.tokens} tokens does not fit into the buffer of "
+                f"{self._identity.replica}; the longest that does has {longest}",
+                hint="raise handoff.buffer_bytes",
+            ) from error
+
+    def _granted(self, outbound: Outbound, on_reserved: Callable[[Outbound], None]) -> None:
+        try:
+            if not outbound.reserve():
+                return
+        except MemoryError:
+            outbound.fail(HandoffError(f"no memory for {outbound.tokens} positions"))
+            return
+        self._board.observe("queue", self._clock() - outbound.admitted_at)
+        try:
+            on_reserved(outbound)
+        # the engine's callback may raise anything: that request fails, others go on (R34)
+        except Exception as error:
+            log.exception("room=%s on_reserved failed", outbound.room)
+            outbound.fail(HandoffError(f"the prefill engine failed: {error!r}"))
+
+    def _settle(self, outbound: Outbound) -> None:
+        if outbound.claim is not None:
+            guarded(outbound.claim.release)
+        self._rooms.close(outbound)
+        if outbound.done and outbound.needed_at is not None:
+            self._board.observe("transfer", self._clock() - outbound.needed_at)
+        self._count_end(outbound, outbound.error, handoffs_active=-1)
+        outbound.settled.set()
+        if outbound.on_settled is not None:
+            told = outbound.on_settled
+            guarded(lambda: told(outbound))
+
+    def _count_end(self, outbound: Outbound, error: HandoffError | None, **more: int) -> None:
+        count_end(self._board, outbound.decode, error, host_bytes=outbound.sent_bytes, **more)
+        if error is not None and not isinstance(error, HandoffCancelled):
+            room, cause, detail = outbound.room, error.cause, error.message
+            guarded(lambda: self._on_failed(room, cause, detail))
+
+    def _count_budget(self, used: int, waiters: int) -> None:
+        self._board.gauge(buffer_bytes_used=used, waiters=waiters)
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        while not self._closing.is_set():
+            try:
+                connection = self._listener.accept()
+            except PeerLost as error:
+                log.warning("%s", error)
+                self._closing.wait(1.0)
+                continue
+            if connection is None:
+                return
+            self._welcome(connection)
+
+    def _welcome(self, connection: Connection) -> None:
+        serving = Serving(Link(connection, self._geometry, self._clock), self._terms)
+        with self._lock:
+            unproved = sum(not each.proved for each in self._servings)
+            full = unproved >= MAX_UNPROVED or len(self._servings) >= MAX_CONNECTIONS
+            if not full and not self._closing.is_set():
+                self._servings.add(serving)
+                serving.start()
+                self._pulse.wake()
+                return
+        connection.unblock()
+        connection.close()
+
+    def _forget(self, serving: Serving) -> None:
+        with self._lock:
+            self._servings.discard(serving)

@@ -1,0 +1,253 @@
+"""What travels between sender and receiver: a fixed header, then a body. One decoder.
+
+    magic 4s · version u8 · kind u8 · reserved u16 · room u64 · page u32 · first_layer u16 ·
+    layers u16 · length u32 · checksum u64                            (36 bytes, little-endian)
+
+The body is msgpack, but for Pages, whose body is the piece itself, and Hello, which starts
+with the contract's fingerprint so that it can be compared before anything else is decoded.
+`checksum` is XXH3-64 of the body, seeded with that of the header before it.
+
+Everything here raises ProtocolViolation for bytes that cannot be, and allocates nothing that
+a peer's length asks for before the length was checked.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from typing import Annotated, Any
+
+import msgspec
+from xxhash import xxh3_64_intdigest
+
+from pdctl.errors import ProtocolViolation
+from pdctl.handoff.page import PageGeometry
+from pdctl.handoff.ticket import MAX_CHARS
+from pdctl.topology.contract import PROTOCOL
+
+MAGIC = b"pdcH"
+MAX_BODY_BYTES = 4096
+MAX_DETAIL_CHARS = 500
+NONCE_BYTES = 32
+MAC_BYTES = 32
+
+_PREFIX = struct.Struct("<4sBBHQIHHI")
+_CHECKSUM = struct.Struct("<Q")
+HEADER_BYTES = _PREFIX.size + _CHECKSUM.size
+
+Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+Name = Annotated[str, msgspec.Meta(max_length=128)]
+Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
+Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+
+
+class Kind(enum.IntEnum):
+    CHALLENGE = 1
+    ANSWER = 2
+    PROOF = 3
+    HELLO = 4
+    OFFER = 5
+    GRANT = 6
+    PAGES = 7
+    END = 8
+    DONE = 9
+    ABORT = 10
+    RENEW = 11
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Base of every body."""
+
+
+class Challenge(Message, frozen=True, kw_only=True):
+    """Sender, once per connection."""
+
+    nonce: Nonce
+
+
+class Answer(Message, frozen=True, kw_only=True):
+    """Receiver: its own nonce, and its proof over both."""
+
+    nonce: Nonce
+    proof: Digest
+
+
+class Proof(Message, frozen=True, kw_only=True):
+    """Sender: its proof over both nonces."""
+
+    proof: Digest
+
+
+class Hello(Message, frozen=True, kw_only=True):
+    """Receiver, once per handoff; the fingerprint stands before it."""
+
+    decode: Name
+    ticket: Annotated[str, msgspec.Meta(max_length=MAX_CHARS)]
+
+
+class Offer(Message, frozen=True, kw_only=True):
+    """Sender: the pages are reserved. `pages` holds `tokens`, whose ids have that SHA-256."""
+
+    tokens: Annotated[int, msgspec.Meta(ge=1, lt=1 << 32)]
+    token_sha256: Digest
+    pages: Count
+
+
+class Grant(Message, frozen=True, kw_only=True):
+    """Receiver: it wants positions [held_tokens, tokens).
+
+    That is pages held_tokens // 64 onward; the first slot is held_tokens % 64 in the first of
+    them and 0 in every other.
+    """
+
+    tokens: Count
+    held_tokens: Count
+    first_token: bool
+
+
+class End(Message, frozen=True, kw_only=True):
+    """Sender: that many pages were sent; the token where it was wanted."""
+
+    pages: Count
+    first_token: Count | None
+
+
+class Done(Message, frozen=True, kw_only=True):
+    """Receiver: everything is committed."""
+
+
+class Abort(Message, frozen=True, kw_only=True):
+    """Either end: nothing will be committed. `cause` is one of `HANDOFF_CAUSES`."""
+
+    cause: Name
+    detail: Annotated[str, msgspec.Meta(max_length=MAX_DETAIL_CHARS)]
+
+
+class Renew(Message, frozen=True, kw_only=True):
+    """Either end: still there. `tokens` positions are computed so far (0 from a receiver)."""
+
+    tokens: Count
+
+
+BODIES: dict[Kind, type[Message]] = {
+    Kind.CHALLENGE: Challenge,
+    Kind.ANSWER: Answer,
+    Kind.PROOF: Proof,
+    Kind.HELLO: Hello,
+    Kind.OFFER: Offer,
+    Kind.GRANT: Grant,
+    Kind.END: End,
+    Kind.DONE: Done,
+    Kind.ABORT: Abort,
+    Kind.RENEW: Renew,
+}
+
+_KINDS: dict[type[Message], Kind] = {body: kind for kind, body in BODIES.items()}
+_DECODERS: dict[Kind, msgspec.msgpack.Decoder[Any]] = {
+    kind: msgspec.msgpack.Decoder(body) for kind, body in BODIES.items()
+}
+_encoder = msgspec.msgpack.Encoder()
+
+
+class Header(msgspec.Struct, frozen=True, kw_only=True):
+    """A checked header. `page`, `first_layer` and `layers` are zero but for Pages."""
+
+    kind: Kind
+    room: int
+    page: int
+    first_layer: int
+    layers: int
+    length: int
+    checksum: int
+    seed: int
+
+
+def frame(message: Message, room: int = 0, *, fingerprint: str = "") -> bytes:
+    """Header and body of everything but Pages; `fingerprint` is Hello's."""
+    body = _encoder.encode(message)
+    if isinstance(message, Hello):
+        text = fingerprint.encode()
+        body = bytes((len(text),)) + text + body
+    return _header(_KINDS[type(message)], room, 0, 0, 0, memoryview(body)) + body
+
+
+def piece_header(room: int, page: int, first_layer: int, layers: int, piece: memoryview) -> bytes:
+    """The header of Pages; the piece itself follows it, from where it lies."""
+    return _header(Kind.PAGES, room, page, first_layer, layers, piece)
+
+
+def _header(
+    kind: Kind, room: int, page: int, first_layer: int, layers: int, body: memoryview
+) -> bytes:
+    prefix = _PREFIX.pack(MAGIC, PROTOCOL, kind, 0, room, page, first_layer, layers, body.nbytes)
+    return prefix + _CHECKSUM.pack(xxh3_64_intdigest(body, xxh3_64_intdigest(prefix)))
+
+
+def read_header(raw: bytes | bytearray | memoryview, geometry: PageGeometry) -> Header:
+    """Checks `HEADER_BYTES` bytes from a peer."""
+    prefix = bytes(raw[: _PREFIX.size])
+    magic, version, number, reserved, room, page, first, layers, length = _PREFIX.unpack(prefix)
+    if magic != MAGIC:
+        raise ProtocolViolation("the peer does not speak pdctl's handoff protocol")
+    if version != PROTOCOL:
+        raise ProtocolViolation(
+            f"the peer speaks protocol {version}, this replica {PROTOCOL}",
+            hint="run the same pdctl on both",
+        )
+    if reserved != 0 or number not in Kind.__members__.values():
+        raise ProtocolViolation(f"unknown message kind {number}")
+    kind = Kind(number)
+    if kind is Kind.PAGES:
+        if not 1 <= layers <= geometry.layers - first:
+            raise ProtocolViolation(f"layers {first} to {first + layers} are not in a page")
+        if length != layers * geometry.layer_bytes:
+            raise ProtocolViolation(f"a piece of {layers} layers is not {length} bytes")
+    elif page or first or layers or length > MAX_BODY_BYTES:
+        raise ProtocolViolation(f"malformed header of {kind.name}")
+    (checksum,) = _CHECKSUM.unpack(raw[_PREFIX.size : HEADER_BYTES])
+    return Header(
+        kind=kind,
+        room=room,
+        page=page,
+        first_layer=first,
+        layers=layers,
+        length=length,
+        checksum=checksum,
+        seed=xxh3_64_intdigest(prefix),
+    )
+
+
+def check_body(header: Header, body: bytes | memoryview) -> None:
+    """Compares the checksum; call it before the body is used."""
+    if xxh3_64_intdigest(body, header.seed) != header.checksum:
+        raise ProtocolViolation(f"a {header.kind.name} of room {header.room} was corrupted")
+
+
+def read_body(header: Header, body: bytes) -> Message:
+    """The message of a checked header, but for Pages; for Hello without its fingerprint."""
+    check_body(header, body)
+    return _decode(header.kind, body)
+
+
+def read_hello(header: Header, body: bytes) -> tuple[str, bytes]:
+    """Hello's fingerprint, and the rest, still undecoded."""
+    check_body(header, body)
+    end = 1 + body[0] if body else 0
+    if not 1 < end <= len(body):
+        raise ProtocolViolation("a Hello without a fingerprint")
+    return body[1:end].decode("utf-8", "replace"), body[end:]
+
+
+def hello_rest(rest: bytes) -> Hello:
+    """Decodes what `read_hello` left."""
+    message = _decode(Kind.HELLO, rest)
+    assert isinstance(message, Hello)
+    return message
+
+
+def _decode(kind: Kind, body: bytes) -> Message:
+    try:
+        message: Message = _DECODERS[kind].decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolViolation(f"malformed {kind.name}: {error}") from error
+    return message

@@ -12,6 +12,8 @@ from typing import Any
 
 import mlx.nn as nn
 
+from pdctl.topology.checkpoint import canonical_scaling
+
 FAMILIES = ("llama", "qwen2", "qwen3")
 
 
@@ -28,27 +30,16 @@ def read_attention(model: Any) -> dict[str, Any]:
 
 
 def read_positions(model: Any) -> dict[str, Any]:
-    """`Positions` as a dict, without `context_length`, which is the topology's."""
+    """`Positions` as a dict, without `context_length`, which is the topology's, and without
+    `max_positions` where the checkpoint names none: mlx-lm needs none then."""
     args = model.args
     rope = model.layers[0].self_attn.rope
     base = rope.base if isinstance(rope, nn.RoPE) else args.rope_theta
-    return {
-        "rope_theta": float(base),
-        "scaling": canonical_scaling(args.rope_scaling),
-        "max_positions": args.max_position_embeddings,
-    }
+    found = {"rope_theta": float(base), "scaling": canonical_scaling(args.rope_scaling or {})}
+    if args.max_position_embeddings is not None:
+        found["max_positions"] = args.max_position_embeddings
+    return found
 
 
 def has_sliding_window(model: Any) -> bool:
     return any(getattr(layer, "use_sliding", False) for layer in model.layers)
-
-
-def canonical_scaling(scaling: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Sorted keys, `rope_type` for both spellings; None for default RoPE."""
-    if not scaling:
-        return None
-    kind = scaling.get("type") or scaling.get("rope_type") or "default"
-    if kind == "default":
-        return None
-    rest = {k: v for k, v in scaling.items() if k not in ("type", "rope_type", "rope_theta")}
-    return dict(sorted({"rope_type": kind, **rest}.items()))

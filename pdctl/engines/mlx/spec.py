@@ -85,7 +85,7 @@ class MlxSpec:
         return ABORT_PATH, {"room": room}
 
     def refusals(self, body: dict[str, Any], role: Role) -> list[tuple[str, str]]:
-        return list(_refusals(body))
+        return list(body_refusals(body))
 
     def error_message(self, status: int, body: bytes) -> tuple[str, str | None]:
         text = body.decode("utf-8", "replace").strip()
@@ -113,7 +113,7 @@ def _env(replica: Replica, host: Host) -> dict[str, str]:
     return {**OFFLINE_ENV, **host.env, **replica.env}
 
 
-def _refusals(body: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def body_refusals(body: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """What this server cannot do for any request; a handoff adds nothing to it.
 
     `seed` is honoured (a sampler key per request), and so are tools, logprobs and stop strings.

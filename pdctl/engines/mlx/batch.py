@@ -1,0 +1,192 @@
+"""Continuous batching: calls in, tokens out, positions exported on the way. Loop's thread only."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx_lm.server as library
+from mlx_lm.models.cache import trim_prompt_cache
+
+from pdctl.engines.mlx import versions
+from pdctl.engines.mlx.call import Call
+from pdctl.engines.mlx.kvcache import SequenceCache, empty_caches, taken_over
+from pdctl.engines.mlx.legs import DecodeLeg, PrefillLeg
+from pdctl.handoff.counters import CounterBoard
+
+log = logging.getLogger("pdctl.engines.mlx")
+
+
+class Batch:
+    """The library's BatchGenerator and the calls that are in it.
+
+    `ended(call, error)` is called when a call is over: its last token, or its own failure.
+    """
+
+    def __init__(
+        self,
+        provider: Any,
+        prompt_cache: Any,
+        board: CounterBoard,
+        ended: Callable[[Call, BaseException | None], None],
+    ) -> None:
+        args = provider.cli_args
+        self._tokenizer = provider.tokenizer
+        self._layers = len(provider.model.layers)
+        self._cache_key = provider.model_key
+        self._cache_bytes = args.prompt_cache_bytes
+        self._prefixes = prompt_cache
+        self._board = board
+        self._ended = ended
+        self._calls: dict[int, Call] = {}
+        self._imported: list[Call] = []
+        self._generator = library.BatchGenerator(
+            provider.model,
+            completion_batch_size=args.decode_concurrency,
+            prefill_batch_size=args.prompt_concurrency,
+            prefill_step_size=args.prefill_step_size,
+            stream=mx.default_stream(mx.default_device()),
+        )
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    @property
+    def calls(self) -> tuple[Call, ...]:
+        return tuple(self._calls.values())
+
+    def insert(self, call: Call) -> None:
+        """Adds a call: on what its leg imported, on the longest prefix kept, or from nothing."""
+        tokens = call.prompt.tokens
+        memory = call.leg.memory if isinstance(call.leg, DecodeLeg) else None
+        if memory is not None:
+            # n-1 positions came, so exactly the last token is left to compute
+            caches, held, segments = memory.caches(), memory.positions, [tokens[-1:]]
+            self._imported.append(call)
+        else:
+            caches, held = self._kept_prefix(call)
+            segments = self._remaining(call, held)
+        call.context.prompt_cache_count = held
+        call.detokenizer = self._tokenizer.detokenizer
+        call.uid = versions.insert(
+            self._generator,
+            segments,
+            cached=tokens[:held],
+            cache=caches,
+            max_tokens=call.args.max_tokens,
+            sampler=call.sampler,
+            processors=call.processors,
+            stops=call.stops,
+        )
+        self._calls[call.uid] = call
+
+    def remove(self, call: Call) -> None:
+        """Takes a call out at whatever stage it is; no-op for one that is not in."""
+        if call.uid is not None and self._calls.pop(call.uid, None) is not None:
+            self._generator.remove([call.uid])
+
+    def step(self) -> None:
+        """One decode step for everyone, then at most one chunk of prompts."""
+        self._observe_imports()
+        prompts, tokens = self._generator.next()
+        for uid, row, positions, caches in versions.prefilling(self._generator):
+            self._of_call(uid, self._computed, caches, row, positions)
+        for progress in prompts:
+            self._of_call(progress.uid, self._progressed, progress)
+        for response in tokens:
+            self._of_call(response.uid, self._deliver, response)
+
+    def _of_call(self, uid: int, action: Callable[..., None], *arguments: Any) -> None:
+        call = self._calls.get(uid)
+        if call is None:
+            return
+        try:
+            action(call, *arguments)
+        # one request's failure is its own (R34)
+        except Exception as error:
+            log.exception("room=%s failed in the engine", call.room)
+            self._ended(call, error)
+
+    def _kept_prefix(self, call: Call) -> tuple[list[SequenceCache], int]:
+        """The nearest prefix that the library's prompt cache keeps, never the whole prompt.
+
+        Handoffs read and write no prefixes in this version, so that what is imported is always
+        n-1 positions and what is exported was computed by one chain of kernels.
+        """
+        if call.keeps_prefix:
+            tokens = call.prompt.tokens
+            found, rest = self._prefixes.fetch_nearest_cache(self._cache_key, tokens)
+            if found is not None and not rest:
+                trim_prompt_cache(found, 1)
+                rest = tokens[-1:]
+            if found is not None:
+                return taken_over(found), len(tokens) - len(rest)
+        return empty_caches(self._layers), 0
+
+    def _remaining(self, call: Call, held: int) -> list[list[int]]:
+        """The segments past the first `held` tokens; their kinds are dropped alike."""
+        segments = [list(segment) for segment in call.prompt.segments]
+        while held >= len(segments[0]):
+            held -= len(segments.pop(0))
+            call.prompt.segment_kinds.pop(0)
+        segments[0] = segments[0][held:]
+        return segments
+
+    def _observe_imports(self) -> None:
+        for call in self._imported:
+            if isinstance(call.leg, DecodeLeg):
+                call.leg.started_at = time.perf_counter()
+                self._board.observe("import", call.leg.started_at - call.leg.committed_at)
+        self._imported.clear()
+
+    def _computed(self, call: Call, caches: list[Any], row: int, positions: int) -> None:
+        if isinstance(call.leg, PrefillLeg):
+            call.leg.computed(caches, row, positions)
+
+    def _progressed(self, call: Call, progress: Any) -> None:
+        if progress.end_of_prompt:
+            self._board.add(prompt_tokens=progress.progress[1])
+            if isinstance(call.leg, PrefillLeg):
+                token, row, caches = versions.first_token(self._generator, progress.uid)
+                call.leg.sampled(token, caches, row)
+                self.remove(call)
+        elif progress.end_of_segment and call.keeps_prefix and call.prompt.segment_kinds:
+            caches, tokens = self._generator.extract_cache([progress.uid])[progress.uid]
+            self._keep_prefix(tokens[:], caches, call.prompt.segment_kinds.pop(0))
+
+    def _deliver(self, call: Call, raw: Any) -> None:
+        text = call.detokenizer
+        if versions.keeps_stop_text(raw):
+            text.add_token(raw.token)
+        if raw.finish_reason is not None:
+            text.finalize()
+        if call.tokens_sampled == 0 and isinstance(call.leg, DecodeLeg) and call.leg.started_at:
+            self._board.observe("first_token", time.perf_counter() - call.leg.started_at)
+        top = library._format_top_logprobs(raw.logprobs, call.args.top_logprobs, self._tokenizer)
+        call.answer(
+            versions.response(
+                text.last_segment,
+                raw.token,
+                raw.logprobs[raw.token].item(),
+                raw.finish_reason,
+                top,
+                raw,
+            )
+        )
+        self._board.add(output_tokens=1)
+        if raw.finish_reason is not None:
+            del self._calls[raw.uid]
+            if call.keeps_prefix:
+                self._keep_prefix(raw.all_tokens[:], raw.prompt_cache, "assistant")
+            self._ended(call, None)
+
+    def _keep_prefix(self, tokens: list[int], caches: list[Any], kind: str) -> None:
+        # unevaluated slices would hold the whole batch's arrays
+        mx.eval([array for cache in caches for array in (cache.keys, cache.values)])
+        self._prefixes.insert_cache(self._cache_key, tokens, caches, cache_type=kind)
+        if self._cache_bytes is not None:
+            active = self._generator.prompt_cache_nbytes
+            self._prefixes.trim_to(n_bytes=self._cache_bytes - active)

@@ -1,0 +1,198 @@
+"""`python -m pdctl.engines.mlx.server`: mlx_lm.server's options, as a replica of a cluster.
+
+Started by an agent, which assigns role, key and contract over its socket. Ready is reported
+once the weights are loaded, a forward has run, and both ports listen.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+import warnings
+from importlib.metadata import version
+from types import FrameType
+from typing import Any
+
+import mlx_lm.server as library
+import msgspec
+
+from pdctl.engines.attachment import Attachment
+from pdctl.engines.channel import Assignment, Effective, Failed, Ready
+from pdctl.engines.mlx.admission import Admission
+from pdctl.engines.mlx.effective import read_attention, read_positions
+from pdctl.engines.mlx.http import Server
+from pdctl.engines.mlx.loop import EngineLoop
+from pdctl.errors import HandoffCancelled, LaunchError, PdctlError
+from pdctl.handoff.counters import CounterBoard
+from pdctl.handoff.identity import Identity
+from pdctl.handoff.page import PageGeometry
+from pdctl.handoff.receiver import Receiver
+from pdctl.handoff.sender import Sender
+from pdctl.topology.contract import Attention, Positions
+from pdctl.topology.model import Engine, Role
+
+log = logging.getLogger("pdctl.engines.mlx")
+
+ATTACH_TIMEOUT_S = 20.0
+STOP_WITHIN_S = 4.5
+
+
+class Stopped(BaseException):
+    """SIGTERM or SIGINT, raised in the main thread."""
+
+
+class Replica:
+    """One process: engine loop, both handoff ends, HTTP, and the agent's socket."""
+
+    def __init__(self) -> None:
+        self._board = CounterBoard()
+        self._attachment = Attachment.from_environment(
+            os.environ, counters=self._board.read, superseded=lambda: _leave(1)
+        )
+        self._sender: Sender | None = None
+        self._receiver: Receiver | None = None
+        self._engine: EngineLoop | None = None
+
+    def attach(self) -> None:
+        """Raises LaunchError when the agent refuses, or does not answer in time."""
+        self._assigned = self._attachment.open(ATTACH_TIMEOUT_S)
+
+    def serve(self, host: str, port: int, provider: Any) -> None:
+        """Until a signal; replaces `mlx_lm.server.run`, whose parser made the arguments."""
+        for noisy in ("httpx", "transformers"):
+            logging.getLogger(noisy).setLevel(logging.WARNING)
+        assigned = self._assigned
+        engine = self._engine = EngineLoop(
+            provider,
+            contract=assigned.contract,
+            compute=assigned.compute_dtype,
+            board=self._board,
+            died=self._died,
+        )
+        # the loop either loads or ends the process
+        engine.loaded.wait()
+        data_port = self._start_handoff(assigned, engine)
+        admission = Admission(
+            engine,
+            replica=assigned.replica,
+            role=assigned.role,
+            on_failure=assigned.handoff.on_failure,
+            sender=self._sender,
+            receiver=self._receiver,
+        )
+        with Server(host, port, engine, admission) as server:
+            self._attachment.ready(self._ready(engine, server.server_address[1], data_port))
+            log.info("replica=%s ready, role=%s", assigned.replica, assigned.role.value)
+            server.serve_forever()
+
+    def stop(self) -> None:
+        """Ends what runs, then every resource; a failing step skips none of the next."""
+        threading.Timer(STOP_WITHIN_S, _leave, (1,)).start()
+        steps = [self._attachment.close]
+        if self._engine is not None:
+            engine = self._engine
+            steps = [
+                lambda: engine.end_all(HandoffCancelled("the replica is stopping")),
+                *(end.close for end in (self._sender, self._receiver) if end is not None),
+                self._attachment.close,
+            ]
+        for step in steps:
+            try:
+                step()
+            # clean-up goes on; the process ends in any case
+            except Exception:
+                log.exception("a clean-up step failed")
+        _leave(0)
+
+    def _start_handoff(self, assigned: Assignment, engine: EngineLoop) -> int | None:
+        contract, handoff = assigned.contract, assigned.handoff
+        geometry = PageGeometry.of(contract)
+        identity = Identity(assigned.replica, assigned.key, contract.digest)
+        if assigned.role is Role.DECODE:
+            self._receiver = Receiver(
+                identity,
+                geometry,
+                timeout_s=handoff.timeout_s,
+                board=self._board,
+                on_failed=self._report("decode"),
+            )
+        if assigned.role is not Role.PREFILL:
+            return None
+        self._sender = Sender(
+            identity,
+            geometry,
+            listen=(assigned.data_host, assigned.data_port or 0),
+            budget_bytes=handoff.buffer_bytes,
+            timeout_s=handoff.timeout_s,
+            board=self._board,
+            on_failed=self._report("prefill"),
+        )
+        return self._sender.start()
+
+    def _report(self, leg: str) -> Any:
+        def failed(room: int, cause: str, detail: str) -> None:
+            log.warning("room=%s leg=%s failed: %s: %s", room, leg, cause, detail)
+            self._attachment.failed(Failed(room=room, leg=leg, cause=cause, detail=detail))
+
+        return failed
+
+    def _ready(self, engine: EngineLoop, http_port: int, data_port: int | None) -> Ready:
+        contract = self._assigned.contract
+        known = msgspec.to_builtins(contract.positions)
+        positions = {**known, **read_positions(engine.model)}
+        return Ready(
+            engine=Engine.MLX,
+            engine_version=version("mlx-lm"),
+            effective=Effective(
+                attention=msgspec.convert(read_attention(engine.model), Attention),
+                positions=msgspec.convert(positions, Positions),
+                compute_dtype=self._assigned.compute_dtype,
+            ),
+            http_port=http_port,
+            data_port=data_port,
+            terms={
+                "page_tokens": contract.page_tokens,
+                "prefill_step_tokens": engine.cli_args.prefill_step_size,
+                "transports": ["tcp"],
+            },
+        )
+
+    def _died(self, error: BaseException) -> None:
+        log.critical("the engine loop ended", exc_info=error)
+        sys.stderr.write(f"error: the engine stopped: {type(error).__name__}: {error}\n")
+        _leave(1)
+
+
+def _leave(code: int) -> None:
+    """Ends the process without waiting for threads that may be inside the engine."""
+    logging.shutdown()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _on_signal(number: int, frame: FrameType | None) -> None:
+    raise Stopped
+
+
+def main() -> None:
+    warnings.filterwarnings("ignore", module="mlx_lm")
+    signal.signal(signal.SIGTERM, _on_signal)
+    signal.signal(signal.SIGINT, _on_signal)
+    try:
+        replica = Replica()
+        replica.attach()
+        library.run = replica.serve
+        library.main()
+    except Stopped:
+        replica.stop()
+    except (PdctlError, OSError) as error:
+        hint = getattr(error, "hint", None)
+        sys.stderr.write(f"error: {error}\n" + (f"\nhint: {hint}\n" if hint else ""))
+        _leave(LaunchError.exit_code)
+
+
+if __name__ == "__main__":
+    main()

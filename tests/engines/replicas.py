@@ -1,0 +1,304 @@
+"""Real MLX server processes, and a stand-in for the agent that they attach to."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.client import HTTPConnection, HTTPResponse
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import msgspec
+
+from pdctl.engines.channel import (
+    Assignment,
+    Attach,
+    Failed,
+    HandoffSettings,
+    Message,
+    Poll,
+    Ready,
+    Report,
+    ToAgent,
+    encode,
+)
+from pdctl.engines.interface import Leg
+from pdctl.engines.mlx.options import option_arguments
+from pdctl.engines.mlx.spec import MlxSpec
+from pdctl.handoff.counters import Counters
+from pdctl.handoff.ticket import mint
+from pdctl.topology.checkpoint import read_checkpoint
+from pdctl.topology.contract import Contract
+from pdctl.topology.fingerprint import fingerprint, make_contract
+from pdctl.topology.model import ComputeDtype, Dtype, OnFailure, Role
+
+PYTHON = os.environ.get("PDCTL_TEST_MLX_PYTHON", sys.executable)
+SPEC = MlxSpec()
+KEY = bytes(range(32))
+WAIT_S = 60.0
+OPENBLAS = "/usr/lib/x86_64-linux-gnu/libopenblas.so.0"
+
+
+def contract_of(model_dir: Path, context_length: int = 2048) -> Contract:
+    checkpoint, problems = read_checkpoint(model_dir)
+    assert checkpoint is not None, problems
+    content = fingerprint(model_dir, checkpoint)
+    return make_contract(checkpoint, content, dtype=Dtype.FLOAT16, context_length=context_length)
+
+
+class StubAgent:
+    """Assigns, polls and records what one replica says; can go away and come back."""
+
+    def __init__(self, path: Path, assignment: Assignment) -> None:
+        self.path = path
+        self.assignment = assignment
+        self.ready: Ready | None = None
+        self.attached = 0
+        self.failures: list[Failed] = []
+        self._reports: dict[int, Counters] = {}
+        self._seq = 0
+        self._changed = threading.Condition()
+        self._connection: socket.socket | None = None
+        self.listen()
+
+    def listen(self) -> None:
+        self.path.unlink(missing_ok=True)
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(self.path))
+        self._listener.listen()
+        threading.Thread(target=self._accept, args=(self._listener,), daemon=True).start()
+
+    def go_away(self) -> None:
+        self.ready = None
+        self._listener.close()
+        if self._connection is not None:
+            self._connection.shutdown(socket.SHUT_RDWR)
+            self._connection.close()
+
+    def counters(self) -> Counters:
+        with self._changed:
+            self._seq += 1
+            assert self._connection is not None
+            self._connection.sendall(encode(Poll(seq=self._seq)))
+            seq = self._seq
+            assert self._changed.wait_for(lambda: seq in self._reports, WAIT_S)
+            return self._reports.pop(seq)
+
+    def wait(self, what: str) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: getattr(self, what), WAIT_S), what
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            self._connection = connection
+            threading.Thread(target=self._read, args=(connection,), daemon=True).start()
+
+    def _read(self, connection: socket.socket) -> None:
+        decoder = msgspec.msgpack.Decoder(ToAgent)
+        stream = connection.makefile("rb")
+        while (prefix := _read_or_end(stream, 4)) is not None:
+            body = _read_or_end(stream, int.from_bytes(prefix, "little"))
+            if body is None:
+                return
+            self._take(connection, decoder.decode(body))
+
+    def _take(self, connection: socket.socket, message: Message) -> None:
+        with self._changed:
+            if isinstance(message, Attach):
+                self.attached += 1
+                connection.sendall(encode(self.assignment))
+            elif isinstance(message, Ready):
+                self.ready = message
+            elif isinstance(message, Failed):
+                self.failures.append(message)
+            elif isinstance(message, Report):
+                self._reports[message.seq] = message.counters
+            self._changed.notify_all()
+
+
+def _read_or_end(stream: Any, length: int) -> bytes | None:
+    try:
+        found = stream.read(length)
+    except (OSError, ValueError):
+        return None
+    return found if len(found) == length else None
+
+
+class Process:
+    """One replica's server process and its agent. Use as a context."""
+
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        role: Role,
+        model_dir: Path,
+        contract: Contract,
+        *,
+        compute: ComputeDtype = ComputeDtype.FLOAT32,
+        buffer_bytes: int = 512 << 20,
+        timeout_s: float = 60.0,
+        on_failure: OnFailure = OnFailure.ERROR,
+        **options: Any,
+    ) -> None:
+        self.name, self.role, self.contract = name, role, contract
+        self._model_dir, self._options = model_dir, options
+        self._log_path = folder / f"{name}.log"
+        assignment = Assignment(
+            cluster="test",
+            replica=name,
+            role=role,
+            key=KEY,
+            contract=contract,
+            compute_dtype=compute,
+            data_host="127.0.0.1",
+            data_port=None,
+            handoff=HandoffSettings(
+                timeout_s=timeout_s,
+                on_failure=on_failure,
+                buffer_bytes=buffer_bytes,
+                encrypt=False,
+            ),
+        )
+        self.agent = StubAgent(folder / f"{name}.sock", assignment)
+
+    def __enter__(self) -> Process:
+        argv = [PYTHON, "-m", "pdctl.engines.mlx.server", "--model", str(self._model_dir)]
+        argv += ["--host", "127.0.0.1", "--port", "0", *option_arguments(self._options)]
+        env = {**os.environ, "PDCTL_SOCKET": str(self.agent.path), "PDCTL_REPLICA": self.name}
+        if Path(OPENBLAS).exists():
+            env |= {"LD_PRELOAD": OPENBLAS, "OPENBLAS_NUM_THREADS": "1"}
+        with self._log_path.open("ab") as log:
+            self.process = subprocess.Popen(argv, env=env, stdout=log, stderr=log)
+        self._await_ready()
+        return self
+
+    def _await_ready(self) -> None:
+        until = time.monotonic() + WAIT_S
+        with self.agent._changed:
+            while self.agent.ready is None:
+                assert self.process.poll() is None, self.log
+                assert time.monotonic() < until, self.log
+                self.agent._changed.wait(0.2)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+        try:
+            self.process.wait(10)
+        finally:
+            self.process.kill()
+            self.agent.go_away()
+
+    @property
+    def log(self) -> str:
+        return self._log_path.read_text()
+
+    @property
+    def http_port(self) -> int:
+        assert self.agent.ready is not None
+        return self.agent.ready.http_port
+
+    def counters(self) -> Counters:
+        return self.agent.counters()
+
+    def open(self, path: str, body: dict[str, Any]) -> tuple[HTTPConnection, HTTPResponse]:
+        connection = self.send(path, body)
+        return connection, connection.getresponse()
+
+    def send(self, path: str, body: dict[str, Any]) -> HTTPConnection:
+        connection = HTTPConnection("127.0.0.1", self.http_port, timeout=WAIT_S)
+        headers = {"Content-Type": "application/json"}
+        connection.request("POST", path, json.dumps(body), headers)
+        return connection
+
+    def post(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        connection, response = self.open(path, body)
+        try:
+            return response.status, json.loads(response.read() or b"{}")
+        finally:
+            connection.close()
+
+    def events(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+        connection, response = self.open(path, {**body, "stream": True})
+        try:
+            assert response.status == 200, response.read()
+            return list(read_events(response))
+        finally:
+            connection.close()
+
+
+def read_events(response: HTTPResponse) -> Iterator[dict[str, Any]]:
+    for line in response:
+        if line.startswith(b"data: ") and line.strip() != b"data: [DONE]":
+            yield json.loads(line[6:])
+
+
+def text_of(answer: dict[str, Any]) -> str:
+    """The text of a whole answer or of one event, chat or completion."""
+    if not answer.get("choices"):
+        return ""
+    choice = answer["choices"][0]
+    part = choice.get("message") or choice.get("delta")
+    return (part.get("content") or "") if part is not None else choice.get("text", "")
+
+
+class Pair:
+    """A prefill and a decode process; sends both legs as the router does."""
+
+    def __init__(self, prefill: Process, decode: Process) -> None:
+        self.prefill, self.decode = prefill, decode
+        self._rooms = iter(range(1, 1 << 30))
+
+    def leg(self, timeout_s: float = 30.0) -> Leg:
+        room = next(self._rooms)
+        ready = self.prefill.agent.ready
+        assert ready is not None
+        names = self.prefill.name, self.decode.name
+        digest = self.prefill.contract.digest
+        return Leg(
+            room=room,
+            ticket=mint(KEY, room, *names, digest, time.time() + 300),
+            prefill=names[0],
+            decode=names[1],
+            sender=f"127.0.0.1:{ready.data_port}",
+            timeout_s=timeout_s,
+        )
+
+    def post(
+        self, path: str, body: dict[str, Any], leg: Leg | None = None
+    ) -> tuple[tuple[int, dict[str, Any]], tuple[int, dict[str, Any]]]:
+        """Both legs at once; (status, answer) of prefill and of decode."""
+        leg = leg or self.leg()
+        prefill = self.prefill.send(path, SPEC.prefill_body(body, leg))
+        decode = self.decode.post(path, SPEC.decode_body(body, leg))
+        response = prefill.getresponse()
+        answer = response.status, json.loads(response.read())
+        prefill.close()
+        return answer, decode
+
+    def events(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+        """The decode leg streamed, after prefill has succeeded too."""
+        leg = self.leg()
+        prefill = self.prefill.send(path, SPEC.prefill_body(body, leg))
+        found = self.decode.events(path, SPEC.decode_body(body, leg))
+        response = prefill.getresponse()
+        assert response.status == 200, response.read()
+        prefill.close()
+        return found

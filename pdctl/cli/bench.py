@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from pathlib import Path
 from typing import Annotated
 
 import anyio
-import msgspec
 import typer
-from rich.console import Console
 
+from pdctl.cli import render
 from pdctl.errors import PdctlError
 from pdctl.runtime.bench.columns import columns
 from pdctl.runtime.bench.machine import machine, versions
@@ -24,8 +22,6 @@ from pdctl.runtime.bench.summary import Point, Run
 from pdctl.runtime.bench.target import Target, running, tokenizer_directory
 
 INTERRUPTED = 130
-PIPE_COLUMNS = 160
-"""Width of the tables where stdout is not a terminal."""
 
 
 def bench(
@@ -64,7 +60,7 @@ def bench(
     directory = tokenizer.expanduser() if tokenizer else tokenizer_directory(target)
     prompts = PromptSource.of_checkpoint(directory, seed=seed)
     results = Results()
-    stderr = Console(stderr=True)
+    stderr = render.stderr()
     date = time.strftime("%Y%m%d-%H%M%S")
     failure: PdctlError | None = None
     try:
@@ -75,7 +71,7 @@ def bench(
     points = points_of(run, columns(target.plan), results, prompts.answer_ids)
     if points and save_result:
         for path in save(result_dir.expanduser(), run, points):
-            stderr.print(f"wrote {path}", markup=False, highlight=False, soft_wrap=True)
+            stderr.print(f"wrote {path}")
     if points or failure is None:
         _show(points, results, as_json=as_json)
     if failure is not None:
@@ -104,9 +100,6 @@ def _run(target: Target, settings: Settings, results: Results, date: str) -> Run
 
 def _show(points: tuple[Point, ...], results: Results, *, as_json: bool) -> None:
     if as_json:
-        body = msgspec.json.encode({"interrupted": results.interrupted, "points": points})
-        sys.stdout.buffer.write(msgspec.json.format(body, indent=2) + b"\n")
-        sys.stdout.buffer.flush()
+        render.print_json({"interrupted": results.interrupted, "points": points})
     elif points:
-        width = None if sys.stdout.isatty() else PIPE_COLUMNS
-        Console(width=width).print(table(points))
+        render.stdout().print(table(points))

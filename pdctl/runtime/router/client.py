@@ -82,7 +82,6 @@ class ClientDelivery:
             await _written(self._stream.write_eof())
         if patience.cancelled_caught and self._request.transport is not None:
             self._request.transport.abort()
-        self._stream.force_close()
         return self._stream
 
 

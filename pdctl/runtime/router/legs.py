@@ -153,9 +153,11 @@ class EngineCall:
         return self._failure(f"it went away ({cause})", code="replica_lost", dead=True)
 
     def truncated(self) -> RequestFailed:
-        """The stream ended without `[DONE]`: only Done is done."""
-        where = "in the middle of an event" if self._splitter.partial else "before its end"
-        return self._failure(f"its stream ended {where}", code="truncated")
+        """The stream ended without `[DONE]`: only Done is done. A replica that speaks HTTP/1.0
+        and dies looks like this."""
+        cause = f" ({self.seat.lost_cause})" if self.seat.lost_cause else ""
+        where = " in the middle of an event" if self._splitter.partial else " early"
+        return self._failure(f"its stream ended{where}{cause}", code="truncated", dead=True)
 
     def expired(self, timeout_s: float) -> RequestFailed:
         return self._failure(f"no progress for {timeout_s:g} s", code="deadline", status=504)

@@ -48,7 +48,7 @@ CONTRACT = msgspec.structs.replace(
     positions=Positions(
         rope_theta=tiny.ROPE_THETA,
         max_positions=tiny.MAX_POSITIONS,
-        context_length=tiny.MAX_POSITIONS,
+        context_length=contract().positions.context_length,
     ),
 )
 

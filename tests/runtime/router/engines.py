@@ -25,6 +25,7 @@ from pdctl.engines.channel import (
     HandoffSettings,
     Members,
     MemberState,
+    PairStates,
     Poll,
     Ready,
     Refresh,
@@ -65,6 +66,8 @@ class StubAgent:
         self._reports: dict[str, asyncio.Event] = {}
         self._decoder = msgspec.msgpack.Decoder(ToAgent)
         self._version = 0
+        self.states: PairStates | None = None
+        self.announced = asyncio.Event()
         for replica in assignment.plan.replicas:
             self.members[replica.name] = MemberState(
                 name=replica.name,
@@ -146,6 +149,9 @@ class StubAgent:
             self.change(
                 name, state="ready", http_port=message.http_port, data_port=message.data_port
             )
+        elif isinstance(message, PairStates):
+            self.states = message
+            self.announced.set()
         elif isinstance(message, Failed):
             self.failures.append(message)
             self.push()
@@ -202,24 +208,28 @@ class RealCluster:
                     assert process.returncode is None, f"{name} ended"
 
 
-@contextlib.asynccontextmanager
-async def real_cluster(
-    names: str, family: str = "llama", *, timeout_s: float = 60.0
-) -> AsyncIterator[RealCluster]:
-    """Replicas as processes (their logs go to this process's stderr), the router in this one;
-    ready when every path's canary has passed."""
-    plan = plan_of(names, timeout_s=timeout_s)
-    assignment = RouterAssignment(
+def assignment_of(names: str, timeout_s: float = 60.0) -> RouterAssignment:
+    return RouterAssignment(
         cluster="test",
         run="run1",
         key=os.urandom(32),
-        plan=plan,
+        plan=plan_of(names, timeout_s=timeout_s),
         contract=CONTRACT,
         api_key=None,
         policy="round_robin",
         on_failure=OnFailure.ERROR,
         model_dir="",
     )
+
+
+@contextlib.asynccontextmanager
+async def real_cluster(
+    names: str, family: str = "llama", *, timeout_s: float = 60.0
+) -> AsyncIterator[RealCluster]:
+    """Replicas as processes (their logs go to this process's stderr), the router in this one;
+    ready when every path's canary has passed."""
+    assignment = assignment_of(names, timeout_s)
+    plan = assignment.plan
     async with contextlib.AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         model = tiny.make_checkpoint(folder / "model", family)
@@ -228,8 +238,8 @@ async def real_cluster(
         stack.callback(server.close)
         processes: dict[str, asyncio.subprocess.Process] = {}
         for replica in plan.replicas:
-            process = await _start(replica, model, agent.path)
-            stack.push_async_callback(_stop, process)
+            process = await start_replica(replica, model, agent.path)
+            stack.push_async_callback(stop_process, process)
             processes[replica.name] = process
         http = await stack.enter_async_context(aiohttp.ClientSession())
         router = Router(*await attached(agent.path))
@@ -243,7 +253,9 @@ async def real_cluster(
         yield running
 
 
-async def _start(replica: ReplicaPlan, model: Path, socket_path: str) -> asyncio.subprocess.Process:
+async def start_replica(
+    replica: ReplicaPlan, model: Path, socket_path: str
+) -> asyncio.subprocess.Process:
     planned = msgspec.structs.replace(replica, model=str(model), http_port=0)
     command = spec_for(Engine.MLX).command(planned, Host(name="local"), plan_of(replica.name))
     return await asyncio.create_subprocess_exec(
@@ -253,7 +265,7 @@ async def _start(replica: ReplicaPlan, model: Path, socket_path: str) -> asyncio
     )
 
 
-async def _stop(process: asyncio.subprocess.Process) -> None:
+async def stop_process(process: asyncio.subprocess.Process) -> None:
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             process.terminate()

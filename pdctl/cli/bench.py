@@ -15,7 +15,7 @@ from pdctl.runtime.bench.columns import columns
 from pdctl.runtime.bench.machine import machine, versions
 from pdctl.runtime.bench.measure import Results
 from pdctl.runtime.bench.prompts import PromptSource
-from pdctl.runtime.bench.report import points_of, save, table
+from pdctl.runtime.bench.report import points_of, save, table, writable
 from pdctl.runtime.bench.session import METHOD, sweep
 from pdctl.runtime.bench.settings import Settings, check, whole_numbers
 from pdctl.runtime.bench.summary import Point, Run
@@ -59,8 +59,20 @@ def bench(
     check(settings, target.plan.context_length)
     directory = tokenizer.expanduser() if tokenizer else tokenizer_directory(target)
     prompts = PromptSource.of_checkpoint(directory, seed=seed)
-    results = Results()
-    stderr = render.stderr()
+    kept_in = writable(result_dir.expanduser()) if save_result else None
+    _measure(target, settings, prompts, kept_in, as_json=as_json)
+
+
+def _measure(
+    target: Target,
+    settings: Settings,
+    prompts: PromptSource,
+    kept_in: Path | None,
+    *,
+    as_json: bool,
+) -> None:
+    """Runs the sweep; whatever it measured is shown and saved, however it ended."""
+    results, stderr = Results(), render.stderr()
     date = time.strftime("%Y%m%d-%H%M%S")
     failure: PdctlError | None = None
     try:
@@ -69,11 +81,11 @@ def bench(
         failure = error
     run = _run(target, settings, results, date)
     points = points_of(run, columns(target.plan), results, prompts.answer_ids)
-    if points and save_result:
-        for path in save(result_dir.expanduser(), run, points):
-            stderr.print(f"wrote {path}")
     if points or failure is None:
         _show(points, results, as_json=as_json)
+    if points and kept_in is not None:
+        for path in save(kept_in, run, points):
+            stderr.print(f"wrote {path}")
     if failure is not None:
         raise failure
     if results.interrupted:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from pdctl.errors import PdctlError
+from pdctl.errors import PdctlError, UsageError
 from pdctl.runtime.bench.columns import Column
 from pdctl.runtime.bench.measure import Place, Results, Turn
 from pdctl.runtime.bench.summary import Point, Run, point
@@ -108,12 +109,22 @@ def remarks(points: Sequence[Point]) -> list[str]:
     return lines
 
 
+def writable(directory: Path) -> Path:
+    """Makes the folder for results; UsageError where nothing can be written there."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--result-dir {directory} cannot be made: {error.strerror}") from error
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise UsageError(f"--result-dir {directory} is not writable")
+    return directory
+
+
 def save(directory: Path, run: Run, points: Sequence[Point]) -> tuple[Path, ...]:
     """One JSON file per point and one Markdown file; PdctlError where they can't be written."""
     stem = f"{run.cluster}-{run.date}"
     written: list[Path] = []
     try:
-        directory.mkdir(parents=True, exist_ok=True)
         for p in points:
             path = directory / f"{stem}-{_file_name(p)}.json"
             path.write_bytes(msgspec.json.format(msgspec.json.encode(p), indent=2) + b"\n")

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from rich.console import Console
 from runtime.bench.bench_router import PAGE_BYTES, plan
 
-from pdctl.errors import PdctlError
+from pdctl.errors import PdctlError, UsageError
 from pdctl.runtime.bench.client import Sample
 from pdctl.runtime.bench.columns import columns
 from pdctl.runtime.bench.marks import Difference, first_difference
 from pdctl.runtime.bench.measure import Place, Results, Turn
-from pdctl.runtime.bench.report import markdown, points_of, save, table
+from pdctl.runtime.bench.report import markdown, points_of, save, table, writable
 from pdctl.runtime.bench.status import Moved, Phase
 from pdctl.runtime.bench.summary import Point, Run, phase_means_ms, statistics
 
@@ -218,7 +218,7 @@ def test_an_interrupted_cell_says_how_many_rounds_it_has() -> None:
 
 
 def test_every_point_has_a_json_file_and_the_run_a_markdown_file(tmp_path: Path) -> None:
-    written = save(tmp_path / "results", RUN, good())
+    written = save(writable(tmp_path / "results"), RUN, good())
     assert [path.name for path in written] == [
         "studio-20260102-030405-d0-in66-conc1.json",
         "studio-20260102-030405-p0-to-d0-in66-conc1.json",
@@ -229,5 +229,7 @@ def test_every_point_has_a_json_file_and_the_run_a_markdown_file(tmp_path: Path)
 
 def test_a_result_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="--result-dir .*/file cannot be made: File exists"):
+        writable(tmp_path / "file")
     with pytest.raises(PdctlError, match="cannot write results"):
         save(tmp_path / "file", RUN, good())

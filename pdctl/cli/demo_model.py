@@ -28,7 +28,6 @@ def demo_model(
         made = make(target, step=watcher.step)
     if as_json:
         render.print_json({"model_dir": str(target), "made": made})
-    elif made:
-        typer.echo(f"made {target}")
-    else:
-        typer.echo(f"{target} is already there")
+        return
+    typer.echo("made:" if made else "already there:", err=True)
+    typer.echo(target)

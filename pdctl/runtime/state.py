@@ -194,10 +194,15 @@ def resolve(target: str) -> StateDir:
         record = state.read()
         if record is not None and record.topology_path == str(path.resolve()):
             return state
-    return StateDir.of(_declared_name(path))
+    return StateDir.of(declared_name(path))
 
 
-def _declared_name(path: Path) -> str:
+def declared_name(path: Path) -> str:
+    """The name in a topology file, whatever else is wrong with the file.
+
+    Raises:
+        TopologyError: it has none.
+    """
     try:
         name = tomllib.loads(path.read_text())["name"]
     except (OSError, ValueError, KeyError) as error:

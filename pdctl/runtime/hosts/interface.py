@@ -36,6 +36,8 @@ class Listener(msgspec.Struct, frozen=True, kw_only=True):
     port: int
     pid: int | None = None
     """None where it belongs to another user."""
+    since: float | None = None
+    """Unix seconds of that process's start."""
 
 
 class RuntimeHost(Protocol):

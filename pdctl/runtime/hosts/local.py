@@ -73,13 +73,16 @@ class LocalHost:
     def listeners(self) -> list[Listener]:
         try:
             found = {
-                (c.laddr.port, c.pid)
+                (c.laddr[1], c.pid)
                 for c in psutil.net_connections("tcp")
-                if c.status == psutil.CONN_LISTEN
+                if c.status == psutil.CONN_LISTEN and c.laddr
             }
         except psutil.AccessDenied:
             found = set(_own_listeners())
-        return [Listener(port=port, pid=pid) for port, pid in sorted(found, key=str)]
+        return [
+            Listener(port=port, pid=pid, since=_started_at(pid))
+            for port, pid in sorted(found, key=str)
+        ]
 
     def read(self, path: str, *, max_bytes: int = 1 << 20) -> bytes | None:
         try:
@@ -152,14 +155,21 @@ def _expanded(argv: tuple[str, ...]) -> tuple[str, ...]:
     return (os.path.expanduser(argv[0]), *argv[1:])
 
 
+def _started_at(pid: int | None) -> float | None:
+    try:
+        return None if pid is None else psutil.Process(pid).create_time()
+    except psutil.Error:
+        return None
+
+
 def _own_listeners() -> list[tuple[int, int | None]]:
     """Where the kernel tells only about this user's processes (macOS)."""
     found: list[tuple[int, int | None]] = []
     for one in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             found += [
-                (c.laddr.port, one.pid)
+                (c.laddr[1], one.pid)
                 for c in one.net_connections("tcp")
-                if c.status == psutil.CONN_LISTEN
+                if c.status == psutil.CONN_LISTEN and c.laddr
             ]
     return found

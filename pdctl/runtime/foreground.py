@@ -1,0 +1,125 @@
+"""`pdctl up` from its first process to its end: launch, attend, take down."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Callable
+
+import anyio
+
+from pdctl.errors import ClusterError
+from pdctl.runtime import lock, process
+from pdctl.runtime.events import Emit
+from pdctl.runtime.interruption import Interruption
+from pdctl.runtime.launch import launch
+from pdctl.runtime.logs import Line, follow
+from pdctl.runtime.state import ClusterRecord, StateDir
+from pdctl.runtime.teardown import take_down
+from pdctl.trace import monotonic_s
+
+ELSEWHERE_S = 120.0
+"""For another command to finish what it does to this cluster."""
+LOOK_EVERY_S = 0.2
+
+Show = Callable[[Line], None]
+
+
+class Session:
+    """One `pdctl up`.
+
+    Args:
+        locked: the held lock's stack; closed as soon as the cluster runs.
+        show: gets the logs' lines, with the cluster in the foreground.
+        ready: told once, when every path has passed its canary.
+        again: told of every signal after the first.
+    """
+
+    def __init__(
+        self,
+        state: StateDir,
+        locked: contextlib.ExitStack,
+        emit: Emit,
+        *,
+        show: Show,
+        ready: Callable[[ClusterRecord], None],
+        again: Callable[[], None],
+    ) -> None:
+        self.state = state
+        self.locked = locked
+        self.emit = emit
+        self.show = show
+        self.ready = ready
+        self.interruption = Interruption(again)
+
+    async def run(
+        self, prepare: Callable[[], ClusterRecord], *, wait_timeout_s: float, detach: bool
+    ) -> tuple[str, ...]:
+        """Launches; in the foreground, stays until a signal and takes everything down.
+
+        Returns:
+            What is left after a taking down.
+
+        Raises:
+            LaunchError, InterruptedLaunch: as `launch`.
+            ClusterError: the agent ended by itself; everything was stopped.
+        """
+        with self.interruption.watching():
+            with anyio.CancelScope() as scope:
+                self.interruption.cancels(scope.cancel)
+                record = await launch(
+                    self.state,
+                    prepare(),
+                    self.emit,
+                    wait_timeout_s=wait_timeout_s,
+                    interrupted=lambda: self.interruption.name,
+                )
+                self.locked.close()
+                self.ready(record)
+                if detach:
+                    return ()
+                await self._attend(record)
+            return await self._end(record)
+
+    async def _attend(self, record: ClusterRecord) -> None:
+        """Shows the logs until the agent has gone, or for ever."""
+        names = [r.name for r in record.plan.replicas]
+        names += ["router", *(f"agent-{host}" for host in record.agents)]
+        agent = record.agents[record.plan.router_host].mark
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._follow, names)
+            await process.wait_exit(agent)
+            tasks.cancel_scope.cancel()
+
+    async def _follow(self, names: list[str]) -> None:
+        async for line in follow({name: self.state.log(name) for name in names}):
+            self.show(line)
+
+    async def _end(self, record: ClusterRecord) -> tuple[str, ...]:
+        with anyio.CancelScope(shield=True):
+            async with _locked(self.state, record.cluster):
+                present = self.state.read()
+                if present is None or present.run != record.run:
+                    return ()
+                left = await take_down(self.state, record, self.emit)
+        if not left and self.interruption.name is None:
+            raise ClusterError(
+                "the agent ended by itself; everything was stopped",
+                hint=f"its log is {self.state.log(f'agent-{record.plan.router_host}')}",
+            )
+        return left
+
+
+@contextlib.asynccontextmanager
+async def _locked(state: StateDir, cluster: str) -> AsyncIterator[None]:
+    """The lock, once another command has let go of it."""
+    until_s = monotonic_s() + ELSEWHERE_S
+    with contextlib.ExitStack() as stack:
+        while True:
+            try:
+                stack.enter_context(lock.held(state.lock, cluster))
+                break
+            except ClusterError:
+                if monotonic_s() >= until_s:
+                    raise
+                await anyio.sleep(LOOK_EVERY_S)
+        yield

@@ -13,20 +13,14 @@ from pdctl.errors import (
     HandoffCancelled,
     HandoffError,
     HandoffExpired,
-    ProtocolViolation,
     TicketRejected,
 )
 from pdctl.handoff import wire
 from pdctl.handoff.budget import Claim
 from pdctl.handoff.lease import Deadline
 from pdctl.handoff.page import PageGeometry, Patterns
+from pdctl.handoff.schedule import PagePart
 from pdctl.handoff.state import SENDER_FINAL, Event, Sending, sending
-
-
-class PagePart(msgspec.Struct, frozen=True):
-    """Send this page now, in pieces of whole layers."""
-
-    page: int
 
 
 class Over(msgspec.Struct, frozen=True):
@@ -88,9 +82,8 @@ class Outbound:
         """Set at the end, after pages, budget and counters were given back."""
         self.admitted_at = clock()
         self.needed_at: float | None = None
-        """When the last position that the grant needs was written."""
+        """When the forward pass of the last position that the grant needs had ended."""
         self.sent_bytes = 0
-        self.grant: wire.Grant | None = None
         self.peer: Peer | None = None
         self.claim: Claim | None = None
         self.on_settled: Callable[[Outbound], None] | None = None
@@ -104,6 +97,7 @@ class Outbound:
         self._tell_peer = False
         self._pages: Patterns | None = None
         self._written = 0
+        self._computed_at = self.admitted_at
         self._last_begun = False
         self._finished = False
         self._first_token: int | None = None
@@ -126,9 +120,13 @@ class Outbound:
                 raise self.error or HandoffCancelled(f"room {self.room} holds no pages")
             return self._pages
 
-    def written(self, tokens: int) -> None:
+    def written(self, tokens: int, computed_at: float | None = None) -> None:
         """Positions [0, tokens) stand in `pages()`. A number below an earlier one, as after a
         preemption, changes nothing.
+
+        Args:
+            computed_at: when their forward pass ended, on the sender's clock; None: now. What
+                lies between that and Done is the transfer phase.
 
         Raises:
             ValueError: more positions than the prompt has.
@@ -136,9 +134,10 @@ class Outbound:
         if tokens > self.tokens:
             raise ValueError(f"{tokens} positions written, the prompt has {self.tokens}")
         with self._changed:
-            if tokens <= self._written or self.over:
+            if tokens <= self._schedule.written or self.over:
                 return
-            self._written = tokens
+            self._schedule.written = tokens
+            self._computed_at = self._clock() if computed_at is None else computed_at
             self._progress()
 
     def begin_last(self) -> bool:
@@ -149,18 +148,18 @@ class Outbound:
         position is written into `pages()`.
         """
         with self._changed:
-            if self.over or (self.grant is not None and self.grant.tokens < self.tokens):
+            if self.over or not self._schedule.wants_last:
                 return False
-            self._last_begun = True
+            self._schedule.last_begun = True
             return True
 
     def finish(self, first_token: int) -> None:
         """The prefill has ended; `first_token` travels where the receiver wants it."""
         with self._changed:
-            if self.over or self._finished:
+            if self.over or self._schedule.finished:
                 return
-            self._finished = True
-            self._first_token = first_token
+            self._schedule.finished = True
+            self._schedule.first_token = first_token
             self._progress()
 
     def fail(self, error: HandoffError) -> None:
@@ -179,10 +178,17 @@ class Outbound:
     @property
     def positions(self) -> int:
         """Positions written so far."""
-        return self._written
+        return self._schedule.written
 
-    def admit(self) -> None:
+    def admit(self, awaited_by: Peer | None, decode: str) -> None:
+        """The room opens, with the receiver that waited for it.
+
+        Raises:
+            TicketRejected: the receiver is not the one named.
+        """
         with self._changed:
+            if awaited_by is not None:
+                self._take_peer(awaited_by, decode)
             self._machine.on(Event.ADMIT)
 
     def attach(self, peer: Peer, decode: str) -> None:
@@ -197,12 +203,21 @@ class Outbound:
                 raise self.error or TicketRejected(f"room {self.room} is over")
             if self.peer is not None:
                 raise TicketRejected(f"room {self.room}: the ticket was used before")
-            if decode != self.decode:
-                raise TicketRejected(f"room {self.room} is for {self.decode}, not {decode}")
-            self._machine.on(Event.HELLO)
-            self.peer = peer
-            peer.engage(self)
+            self._take_peer(peer, decode)
             self._changed.notify_all()
+
+    def _take_peer(self, peer: Peer, decode: str) -> None:
+        if decode != self.decode:
+            raise TicketRejected(f"room {self.room} is for {self.decode}, not {decode}")
+        self._machine.on(Event.HELLO)
+        self.peer = peer
+        peer.engage(self)
+
+    def renewed(self) -> None:
+        """The receiver's Renew; only its bytes matter, unless it is out of order."""
+        with self._changed:
+            if not self.over:
+                self._machine.on(Event.RENEW)
 
     def reserve(self) -> bool:
         """The budget was granted; False where the handoff is over already."""
@@ -216,15 +231,11 @@ class Outbound:
 
     def granted(self, grant: wire.Grant) -> None:
         """Raises ProtocolViolation where it asks for what was not offered."""
-        allowed = (self.tokens - 1, self.tokens)
-        if grant.tokens not in allowed or grant.held_tokens > grant.tokens:
-            raise ProtocolViolation(
-                f"granted positions {grant.held_tokens} to {grant.tokens} of {self.tokens}"
-            )
         with self._changed:
+            if self.over:
+                return
             self._machine.on(Event.GRANT)
-            self.grant = grant
-            self._next_page = grant.held_tokens // self._geometry.page_tokens
+            self._schedule.granted(grant)
             self._progress()
 
     def committed(self) -> None:
@@ -234,6 +245,10 @@ class Outbound:
             self.done = True
             self._changed.notify_all()
         self.settle()
+
+    def aborted(self, error: HandoffError) -> None:
+        """The receiver's Abort; `settle` follows."""
+        self._end(error, tell_peer=False, event=Event.ABORT)
 
     def lose(self, error: HandoffError) -> None:
         """Ends the handoff because of the peer, who need not be told; `settle` follows."""
@@ -285,15 +300,15 @@ class Outbound:
     def _progress(self) -> None:
         now = self._clock()
         self._deadline.progressed(now)
-        if self.needed_at is None and self.grant and self._written >= self.grant.tokens:
-            self.needed_at = now
+        if self.needed_at is None and self._schedule.needed:
+            self.needed_at = self._computed_at
         self._changed.notify_all()
 
-    def _end(self, error: HandoffError, *, tell_peer: bool) -> None:
+    def _end(self, error: HandoffError, *, tell_peer: bool, event: Event = Event.FAIL) -> None:
         with self._changed:
             if self.over:
                 return
-            self._machine.on(Event.FAIL)
+            self._machine.on(event)
             self.error = error
             self._tell_peer = tell_peer
             unserved = self.peer is None
@@ -312,31 +327,13 @@ class Outbound:
                 token_sha256=self.prompt.token_sha256,
                 pages=self._geometry.pages_for(self.tokens),
             )
-        if state is not Sending.GRANTED or self.grant is None:
+        if state is not Sending.GRANTED:
             return None
-        page = self._next_page
-        end = self._geometry.pages_for(self.grant.tokens)
-        if page < end:
-            return self._page(page, self.grant) if self._whole(page, self.grant) else None
-        if self.grant.first_token and not self._finished:
-            return None
-        self._machine.on(Event.END)
-        first_page = self.grant.held_tokens // self._geometry.page_tokens
-        token = self._first_token if self.grant.first_token else None
-        return wire.End(pages=max(0, end - first_page), first_token=token)
-
-    def _whole(self, page: int, grant: wire.Grant) -> bool:
-        stop = (page + 1) * self._geometry.page_tokens
-        if self._written < min(stop, grant.tokens):
-            return False
-        being_written = self._last_begun and not self._finished and self._written < self.tokens
-        return not (being_written and stop >= self.tokens)
-
-    def _page(self, page: int, grant: wire.Grant) -> PagePart:
-        self._machine.on(Event.PAGES)
-        self._next_page = page + 1
-        slots = grant.tokens - page * self._geometry.page_tokens
-        if self._pages is not None and slots < self._geometry.page_tokens:
-            # what was not granted does not travel: the tail stays zero (R30)
-            self._pages[page, :, :, slots:] = 0
-        return PagePart(page)
+        step = self._schedule.step()
+        if isinstance(step, wire.End):
+            self._machine.on(Event.END)
+        elif step is not None:
+            self._machine.on(Event.PAGES)
+            if self._pages is not None:
+                self._pages[step.page, :, :, step.slots :] = 0
+        return step

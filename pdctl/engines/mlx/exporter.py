@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pdctl.topology.model import PAGE_TOKENS, Dtype
+from pdctl.trace import monotonic_s
 
 Uint16 = NDArray[np.uint16]
 
@@ -22,7 +23,7 @@ class PageTarget(Protocol):
         """`[pages, layers, 2, 64, kv_heads, head_dim]`."""
         ...
 
-    def written(self, tokens: int) -> None: ...
+    def written(self, tokens: int, computed_at: float | None = None) -> None: ...
 
 
 class Export:
@@ -37,10 +38,11 @@ class Export:
         """Copies positions [held, positions) of one row of a batch, every layer at once."""
         if positions <= self.held:
             return
+        computed_at = monotonic_s()
         piece = read_positions(caches, row, self.held, positions, self._dtype)
         scatter(piece, self._target.pages(), self.held)
         self.held = positions
-        self._target.written(positions)
+        self._target.written(positions, computed_at)
 
 
 def read_positions(caches: list[Any], row: int, start: int, stop: int, dtype: mx.Dtype) -> Uint16:

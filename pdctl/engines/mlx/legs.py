@@ -43,6 +43,7 @@ class PrefillLeg:
         self._lock = threading.Lock()
         self._outbound: Outbound | None = None
         self._export: Export | None = None
+        self._reserved_at = 0.0
         self._answer: Any = None
         self._done = False
 
@@ -63,12 +64,16 @@ class PrefillLeg:
         with self._lock:
             self._outbound = outbound
             self._export = Export(outbound, self._dtype)
+        self._reserved_at = monotonic_s()
         self._engine.insert(self._call)
 
     def computed(self, caches: list[Any], row: int, positions: int) -> None:
         """Loop's thread, after a step: `positions` of the prompt stand in the caches."""
-        if self._export is not None:
-            self._export.take(caches, row, positions)
+        if self._export is None:
+            return
+        if self._export.held < positions == len(self._call.prompt.tokens) - 1:
+            self._engine.board.observe("prefill", monotonic_s() - self._reserved_at)
+        self._export.take(caches, row, positions)
 
     def sampled(self, token: int, caches: list[Any], row: int) -> None:
         """Loop's thread, once: the prompt's last forward has ended."""

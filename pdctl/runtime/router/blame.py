@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pdctl.errors import HandoffCancelled, HandoffExpired, PeerLost
+from pdctl.engines.channel import Failed
+from pdctl.errors import HANDOFF_CAUSES, HandoffCancelled, HandoffExpired, PeerLost
 from pdctl.runtime.router.failure import RequestFailed
 
 ECHOES = frozenset({PeerLost.cause, HandoffCancelled.cause, HandoffExpired.cause})
@@ -31,3 +32,22 @@ def _rank(failure: RequestFailed) -> int:
     if failure.is_clients:
         return 1
     return 3 if is_echo(failure) else 2
+
+
+def explained(failure: RequestFailed, reports: Sequence[Failed]) -> RequestFailed:
+    """The failure with what an engine itself reported about the room, where the leg's own
+    answer names no cause, or an echo."""
+    names_a_cause = failure.code in HANDOFF_CAUSES and not is_echo(failure)
+    causes = [report for report in reports if report.cause not in ECHOES]
+    if failure.is_clients or names_a_cause or not causes:
+        return failure
+    report = causes[-1]
+    return RequestFailed(
+        failure.status,
+        f"{failure.message}; {report.leg} reported {report.cause}: {report.detail}",
+        code=report.cause if is_echo(failure) else failure.code,
+        leg=failure.leg,
+        replica=failure.replica,
+        dead=failure.dead,
+        stale=failure.stale,
+    )

@@ -108,6 +108,8 @@ class Roster:
         self._notify()
 
     def _take(self, name: str, state: MemberState) -> None:
+        """ "starting" of an incarnation that was ready is an agent that came back and waits
+        for its replica to attach again: closed for new requests, running ones go on."""
         seat = self._seats.get(name)
         if seat is not None and seat.state.incarnation != state.incarnation:
             seat.lose(seat.state.cause or f"{name} was restarted")
@@ -117,7 +119,7 @@ class Roster:
             seat = self._seats[name] = Seat(state)
             seat.suspect = suspect
         seat.state = state
-        if state.state not in ALIVE:
+        if state.state not in ALIVE and state.state != "starting":
             seat.lose(state.cause or f"{name} is {state.state}")
 
     # -- what the router saw

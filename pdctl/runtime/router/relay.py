@@ -23,6 +23,7 @@ from pdctl.engines.registry import spec_for
 from pdctl.handoff.ticket import mint
 from pdctl.runtime.router.aborts import Aborter
 from pdctl.runtime.router.attempt import Attempt, Delivery
+from pdctl.runtime.router.blame import explained
 from pdctl.runtime.router.failure import RequestFailed
 from pdctl.runtime.router.legs import EngineCall
 from pdctl.runtime.router.members import Roster, Seat
@@ -132,6 +133,8 @@ class Relay:
             )
             try:
                 await tried.run()
+            except RequestFailed as failure:
+                raise explained(failure, self._roster.failed(room or 0)) from None
             finally:
                 if tried.absorbed is not None:
                     self._note(tried.absorbed)

@@ -82,6 +82,20 @@ async def test_a_restart_between_two_pictures_loses_the_old_seat() -> None:
     assert roster.seat("p0") is not old
 
 
+async def test_an_agent_that_came_back_loses_no_running_request() -> None:
+    """The new agent says "starting" until the replica has attached again: no new request, but
+    the running ones go on."""
+    roster = roster_of(member("p0"), member("d0"))
+    passed(roster, PAIR)
+    seat = roster.seat("d0")
+    assert seat is not None
+    roster.update(Members(version=1, members=(member("p0"), member("d0", "starting"))))
+    assert not seat.lost.is_set()
+    assert roster.state(PAIR)[0] == "waiting"
+    roster.update(Members(version=2, members=(member("p0"), member("d0"))))
+    assert roster.state(PAIR)[0] == "ready"
+
+
 async def test_draining_keeps_running_requests() -> None:
     roster = roster_of(member("p0"), member("d0"))
     roster.update(Members(version=2, members=(member("p0", "draining"), member("d0"))))

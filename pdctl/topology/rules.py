@@ -89,6 +89,7 @@ def _names(topology: Topology) -> Iterable[Diagnostic]:
                 f'replica "{r.name}": this name is taken by pdctl itself',
                 f"replicas[{i}].name",
                 r.name,
+                "give the replica another name",
             )
         if r.name in first:
             yield _error(
@@ -160,7 +161,11 @@ def _addresses(topology: Topology) -> Iterable[Diagnostic]:
         host = topology.hosts.get(p.host)
         if p.role is not Role.PREFILL or host is None or p.address or host.address:
             continue
-        far = [d for d in topology.replicas if d.role is Role.DECODE and d.host != p.host]
+        far = [
+            d
+            for d in topology.replicas
+            if d.role is Role.DECODE and d.host != p.host and d.host in topology.hosts
+        ]
         if far:
             yield _error(
                 "no_address",

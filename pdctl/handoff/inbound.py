@@ -143,13 +143,15 @@ class Inbound:
             past = (*RECEIVER_FINAL, Receiving.COMMITTING)
             if self.error is not None or self._machine.state in past:
                 return
+            greeted = self._machine.state is not Receiving.NEW
             self._fail(error)
             link = self._link
         if link is None:
             self._finish(None)
-        else:
+            return
+        if greeted:
             self._tell(link, error)
-            link.connection.unblock()
+        link.connection.unblock()
 
     def _fail(self, error: HandoffError) -> None:
         self.error = error
@@ -238,6 +240,7 @@ class Inbound:
 
     def _renewed(self, message: wire.Renew) -> None:
         """Progress of the sender's computing, where there is any, renews the deadline."""
+        self._on(Event.RENEW)
         if message.tokens > self._sender_tokens:
             self._sender_tokens = message.tokens
             self._deadline.progressed(self._services.clock())

@@ -19,7 +19,7 @@ from pdctl.handoff import wire
 from pdctl.handoff.budget import Claim
 from pdctl.handoff.lease import Deadline
 from pdctl.handoff.page import PageGeometry, Patterns
-from pdctl.handoff.schedule import PagePart
+from pdctl.handoff.schedule import PagePart, Schedule
 from pdctl.handoff.state import SENDER_FINAL, Event, Sending, sending
 
 
@@ -96,12 +96,8 @@ class Outbound:
         self._machine = sending()
         self._tell_peer = False
         self._pages: Patterns | None = None
-        self._written = 0
+        self._schedule = Schedule(geometry, prompt.tokens)
         self._computed_at = self.admitted_at
-        self._last_begun = False
-        self._finished = False
-        self._first_token: int | None = None
-        self._next_page = 0
         self._settling = False
 
     # -- the engine's side ---------------------------------------------------------------

@@ -28,16 +28,21 @@ class Pulse:
         self._posted: deque[Callable[[], None]] = deque()
         self._woken = False
         self._stopped = False
+        self._ended = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def post(self, call: Callable[[], None]) -> None:
-        """Runs `call` soon, on the pulse's thread; it must not block."""
+        """Runs `call` soon, on the pulse's thread, or here once that has ended; it must not
+        block."""
         with self._wake:
-            self._posted.append(call)
-            self._wake.notify()
+            if not self._ended:
+                self._posted.append(call)
+                self._wake.notify()
+                return
+        guarded(call)
 
     def wake(self) -> None:
         """Beats now: a handoff began."""
@@ -62,11 +67,12 @@ class Pulse:
                 calls, stopped = list(self._posted), self._stopped
                 self._posted.clear()
                 self._woken = False
+                self._ended = stopped and not calls
             for call in calls:
                 guarded(call)
-            busy = bool(guarded(self._beat))
-            if stopped and not calls:
+            if self._ended:
                 return
+            busy = bool(guarded(self._beat))
 
 
 def guarded(call: Callable[[], object]) -> object:

@@ -50,11 +50,10 @@ class Rooms:
             self._refuse_closed(room, now_s, admitting=True)
             if room in self._open:
                 raise TicketRejected(f"room {room}: the ticket was used before")
-            outbound.admit()
+            waiting = self._awaited.get(room)
+            outbound.admit(waiting, "" if waiting is None else waiting.decode)
             self._open[room] = outbound
-            waiting = self._awaited.pop(room, None)
-            if waiting is not None:
-                outbound.attach(waiting, waiting.decode)
+            self._awaited.pop(room, None)
 
     def claim(self, room: int, serving: Serving, now_s: float) -> None:
         """Gives the room to a receiver, now or when its prompt arrives.
@@ -80,7 +79,7 @@ class Rooms:
             if self._awaited.get(room) is not serving:
                 return False
             del self._awaited[room]
-            self._remember(room, Closed(expires_at_s, error, claimed=True, admitted=False))
+            self._remember(room, Closed(expires_at_s, _bare(error), claimed=True, admitted=False))
             return True
 
     def close(self, outbound: Outbound) -> None:
@@ -90,7 +89,8 @@ class Rooms:
                 del self._open[outbound.room]
             expiry = outbound.prompt.ticket_expires_at_s
             claimed = outbound.peer is not None
-            self._remember(outbound.room, Closed(expiry, outbound.error, claimed, admitted=True))
+            error = None if outbound.error is None else _bare(outbound.error)
+            self._remember(outbound.room, Closed(expiry, error, claimed, admitted=True))
 
     def _refuse_closed(self, room: int, now_s: float, *, admitting: bool) -> None:
         closed = self._closed.get(room)
@@ -98,7 +98,7 @@ class Rooms:
             return
         first_time = not (closed.admitted if admitting else closed.claimed)
         if first_time and closed.error is not None:
-            raise type(closed.error)(closed.error.message, hint=closed.error.hint)
+            raise _bare(closed.error)
         raise TicketRejected(f"room {room}: the ticket was used before")
 
     def _remember(self, room: int, closed: Closed) -> None:
@@ -106,3 +106,8 @@ class Rooms:
         while len(self._closed) >= MAX_CLOSED:
             self._closed.pop(next(iter(self._closed)))
         self._closed[room] = closed
+
+
+def _bare(error: HandoffError) -> HandoffError:
+    """The same error without its traceback, whose frames would keep pages alive."""
+    return type(error)(error.message, hint=error.hint)

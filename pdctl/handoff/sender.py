@@ -123,6 +123,8 @@ class Sender:
             outbound.on_settled = None
             outbound.fail(error)
             raise
+        if self._closing.is_set():
+            outbound.fail(HandoffCancelled("the sender is closing"))
         self._pulse.wake()
         return outbound
 
@@ -133,9 +135,12 @@ class Sender:
             return
         self._listener.close()
         self._acceptor.join(CLOSE_S)
-        for outbound in self._rooms.open():
+        open_rooms = self._rooms.open()
+        for outbound in open_rooms:
             outbound.fail(HandoffCancelled("the sender is closing"))
-            outbound.settled.wait(GRACE_S)
+        until = time.monotonic() + GRACE_S
+        for outbound in open_rooms:
+            outbound.settled.wait(max(0.0, until - time.monotonic()))
         with self._lock:
             servings = list(self._servings)
         for serving in servings:
@@ -205,12 +210,10 @@ class Sender:
         try:
             if not outbound.reserve():
                 return
+            self._board.observe("queue", self._clock() - outbound.admitted_at)
+            on_reserved(outbound)
         except MemoryError:
             outbound.fail(HandoffError(f"no memory for {outbound.tokens} positions"))
-            return
-        self._board.observe("queue", self._clock() - outbound.admitted_at)
-        try:
-            on_reserved(outbound)
         # the engine's callback may raise anything: that request fails, others go on (R34)
         except Exception as error:
             log.exception("room=%s on_reserved failed", outbound.room)

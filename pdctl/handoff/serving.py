@@ -23,8 +23,9 @@ from pdctl.handoff.handshake import challenge
 from pdctl.handoff.identity import Identity
 from pdctl.handoff.lease import DEAD_S, Verdict
 from pdctl.handoff.link import Link
-from pdctl.handoff.outbound import Outbound, Over, PagePart
+from pdctl.handoff.outbound import Outbound, Over
 from pdctl.handoff.rooms import Rooms
+from pdctl.handoff.schedule import PagePart
 from pdctl.handoff.ticket import verify
 
 log = logging.getLogger("pdctl.handoff")
@@ -160,12 +161,13 @@ class Serving:
         message = self._link.read_message(header)
         outbound = self._outbound
         if isinstance(message, wire.Renew):
+            if outbound is not None and header.room == self._room:
+                outbound.renewed()
             return
         if header.room != self._room:
             raise ProtocolViolation(f"the peer sent {header.kind.name} of room {header.room}")
         if isinstance(message, wire.Abort):
-            self._lose(handoff_error(message.cause, f"{self.decode}: {message.detail}"))
-            raise PeerLost("aborted")
+            self._aborted(handoff_error(message.cause, f"{self.decode}: {message.detail}"))
         if isinstance(message, wire.Grant) and outbound is not None:
             outbound.granted(message)
         elif isinstance(message, wire.Done) and outbound is not None:
@@ -204,6 +206,12 @@ class Serving:
         except HandoffError:
             self._outbound = None
             raise
+
+    def _aborted(self, error: HandoffError) -> None:
+        if self._outbound is not None:
+            self._outbound.aborted(error)
+        self._lose(error)
+        raise error
 
     def _done(self, outbound: Outbound) -> None:
         self._since = self._link.clock()

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 import aiohttp
 import anyio
 from aiohttp import web
+from anyio.abc import TaskGroup, TaskStatus
 
 from pdctl.engines.channel import PairStates, RouterAssignment
 from pdctl.errors import LaunchError
@@ -70,9 +71,7 @@ class Router:
                     started.set()
                 await anyio.sleep_forever()
 
-    def _watch(
-        self, tasks: anyio.abc.TaskGroup, session: aiohttp.ClientSession, ward: Ward
-    ) -> None:
+    def _watch(self, tasks: TaskGroup, session: aiohttp.ClientSession, ward: Ward) -> None:
         tasks.start_soon(self.link.run, self.assignment)
         tasks.start_soon(self._announce)
         ward.start(tasks)
@@ -135,9 +134,9 @@ async def serve(socket_path: str) -> None:
     Raises:
         LaunchError: as `Router.run` and `AgentLink.attach`.
     """
-    router = Router(*await attached(socket_path))
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(_stop_on_signal, tasks)
+        await tasks.start(_stop_on_signal, tasks.cancel_scope)
+        router = Router(*await attached(socket_path))
         await router.run()
 
 
@@ -155,8 +154,11 @@ async def attached(socket_path: str) -> tuple[AgentLink, RouterAssignment, Roste
     return link, assignment, roster, built[0][1]
 
 
-async def _stop_on_signal(tasks: anyio.abc.TaskGroup) -> None:
+async def _stop_on_signal(
+    scope: anyio.CancelScope, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED
+) -> None:
     with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+        task_status.started()
         async for _ in signals:
-            tasks.cancel_scope.cancel()
+            scope.cancel()
             return

@@ -229,7 +229,7 @@ def test_every_point_has_a_json_file_and_the_run_a_markdown_file(tmp_path: Path)
 
 def test_a_result_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match="--result-dir .*/file cannot be made: File exists"):
+    with pytest.raises(UsageError, match=r"--result-dir .*/file cannot be made: File exists"):
         writable(tmp_path / "file")
     with pytest.raises(PdctlError, match="cannot write results"):
         save(tmp_path / "file", RUN, good())

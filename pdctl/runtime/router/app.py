@@ -48,6 +48,7 @@ class Front:
 
     def application(self) -> web.Application:
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors, self._access])
+        app.on_response_prepare.append(_sign)
         app.router.add_post(endpoints.COMPLETIONS, self._generate)
         app.router.add_post(endpoints.CHAT_COMPLETIONS, self._generate)
         app.router.add_get(endpoints.MODELS, self._models)
@@ -139,6 +140,10 @@ class Front:
 
 class _Hangup(Exception):
     """Nobody is left to answer."""
+
+
+async def _sign(_: web.Request, response: web.StreamResponse) -> None:
+    response.headers["Server"] = "pdctl"
 
 
 async def _body(request: web.Request) -> bytes:

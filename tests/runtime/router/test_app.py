@@ -190,3 +190,9 @@ async def test_the_home_page_links_to_the_rest() -> None:
     async with cluster("o0") as c:
         text = await (await c.http.get(c.url("/"))).text()
         assert '<a href="/status">' in text
+
+
+async def test_no_answer_names_the_libraries_behind_it() -> None:
+    async with cluster("o0") as c:
+        for path in ("/health", "/nope"):
+            assert (await c.http.get(c.url(path))).headers["Server"] == "pdctl"

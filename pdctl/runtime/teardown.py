@@ -79,23 +79,22 @@ class _Ending:
         self.journal_path = state.journal(host.name)
 
     async def run(self) -> None:
-        known = journal.read(self.journal_path)
-        told: set[str] = set()
+        known = await self._living(journal.read(self.journal_path))
         agent = self.record.agents.get(self.host.name)
         if agent is not None and await _in_thread(self.host.alive, agent.mark):
             if not await self._asked(agent.port, agent.mark):
-                await self._stop("agent", agent.mark, REPLICA_GRACE_S)
-            self._tell(known, told)
+                await self._stop(agent.mark, REPLICA_GRACE_S)
+            known |= await self._living(journal.read(self.journal_path))
+            for name, mark in known.items():
+                if not await _in_thread(self.host.alive, mark):
+                    self._stopped(name, mark)
             self._stopped("agent", agent.mark)
-        latest = journal.read(self.journal_path)
-        for entry in latest.stop_order:
-            if entry.mark is not None and await _in_thread(self.host.alive, entry.mark):
-                await self._stop(entry.name, entry.mark, REPLICA_GRACE_S)
-                self._stopped(entry.name, entry.mark)
-                told.add(entry.name)
-        self._tell(known, told)
+        for name, mark in known.items():
+            if await _in_thread(self.host.alive, mark):
+                await self._stop(mark, REPLICA_GRACE_S)
+                self._stopped(name, mark)
         for mark in await _in_thread(self.host.marked, self.record.run):
-            await self._stop(str(mark.pid), mark, 0.0)
+            await self._stop(mark, 0.0)
             self._stopped("leftover process", mark)
         await _in_thread(self.host.remove, self.record.socket_dir)
 
@@ -110,7 +109,7 @@ class _Ending:
             return False
         return await self._gone(mark, AGENT_END_S)
 
-    async def _stop(self, name: str, mark: Mark, grace_s: float) -> None:
+    async def _stop(self, mark: Mark, grace_s: float) -> None:
         if grace_s:
             await _in_thread(self.host.signal, mark, int(signal.SIGTERM))
             if await self._gone(mark, grace_s):
@@ -126,14 +125,10 @@ class _Ending:
             await anyio.sleep(LOOK_EVERY_S)
         return True
 
-    def _tell(self, known: journal.Journal, told: set[str]) -> None:
-        """Names what the agent has ended, of what the journal knew to run."""
-        for entry in known.stop_order:
-            if entry.mark is not None and entry.name not in told:
-                if self.host.alive(entry.mark):
-                    continue
-                told.add(entry.name)
-                self._stopped(entry.name, entry.mark)
+    async def _living(self, known: journal.Journal) -> dict[str, Mark]:
+        """What runs of it, by name, in the order in which it is to be stopped."""
+        marks = {e.name: e.mark for e in known.stop_order if e.mark is not None}
+        return {n: m for n, m in marks.items() if await _in_thread(self.host.alive, m)}
 
     def _stopped(self, name: str, mark: Mark) -> None:
         self.emit(LaunchEvent(stage=Stage.STOP, subject=name, state="stopped", pid=mark.pid))

@@ -1,0 +1,54 @@
+"""`pdctl down`: everything that `up` started, ended and proven."""
+
+from __future__ import annotations
+
+import contextlib
+from functools import partial
+from typing import Annotated
+
+import anyio
+import typer
+
+from pdctl.cli import render
+from pdctl.cli.launch_view import Board, board
+from pdctl.errors import ClusterError
+from pdctl.runtime import lock
+from pdctl.runtime.interruption import Interruption
+from pdctl.runtime.state import ClusterRecord, StateDir, resolve
+from pdctl.runtime.teardown import take_down
+
+
+def down(
+    topology: Annotated[str, typer.Argument(help="A topology file, or a cluster's name.")],
+) -> None:
+    """Stop everything that `up` started, and prove it: exit 0 means that nothing is left."""
+    state = resolve(topology)
+    name = state.path.name
+    if not state.path.is_dir():
+        return _nothing(name)
+    with contextlib.ExitStack() as stack:
+        stack.callback(state.prune)
+        stack.enter_context(lock.held(state.lock, name))
+        record = state.read()
+        if record is None:
+            state.clear()
+            return _nothing(name)
+        with board() as shown:
+            left = anyio.run(partial(_take_down, state, record, shown))
+        if left:
+            raise ClusterError(
+                f"not everything could be stopped: {'; '.join(left)}",
+                hint="end it by hand, then `pdctl down` again",
+            )
+        render.stdout().print(f"{name} is down; its logs are in {state.logs}", soft_wrap=True)
+
+
+def _nothing(name: str) -> None:
+    render.stdout().print(f"{name} is not running: nothing to stop", soft_wrap=True)
+
+
+async def _take_down(state: StateDir, record: ClusterRecord, shown: Board) -> tuple[str, ...]:
+    interruption = Interruption(partial(shown.say, "still stopping; it is bounded"))
+    interruption.name = "taking down"
+    with interruption.watching():
+        return await take_down(state, record, shown.show)

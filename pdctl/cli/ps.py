@@ -1,0 +1,110 @@
+"""`pdctl ps`: what runs, and its counters of this moment."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Annotated, Any
+
+import anyio
+import msgspec
+import typer
+
+from pdctl.cli import render
+from pdctl.errors import ClusterError
+from pdctl.runtime.state import resolve
+from pdctl.runtime.status import Status, status
+from pdctl.topology.sizes import approximate_size
+
+COLUMNS = {
+    "name": "replica",
+    "engine": "engine",
+    "role": "role",
+    "host": "host",
+    "state": "state",
+    "pid": "pid",
+    "uptime_s": "up",
+    "restarts": "restarts",
+    "compute_dtype": "compute",
+    "requests_active": "active",
+    "prompt_tokens": "prompt",
+    "output_tokens": "output",
+}
+"""Key in `Status` → heading."""
+
+
+def ps(
+    topology: Annotated[str, typer.Argument(help="A topology file, or a running cluster's name.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+) -> None:
+    """Show replicas, router and pairs: state, pid, uptime, restarts, handoffs, tokens."""
+    state = resolve(topology)
+    record = state.read()
+    if record is None:
+        raise ClusterError(
+            f'cluster "{state.path.name}" is not running', hint="`pdctl up` launches it"
+        )
+    found = anyio.run(partial(status, state, record))
+    if as_json:
+        render.print_json(msgspec.to_builtins(found))
+    else:
+        _show(found)
+    if found.problem is not None:
+        render.stderr().print(f"warning: {found.problem}; this is what its journal says")
+
+
+def _show(found: Status) -> None:
+    from rich.table import Table
+
+    console = render.stdout()
+    console.print(f"{found.cluster}: {found.phase}, {found.url or 'no router yet'}")
+    table = Table(*COLUMNS.values(), box=None, pad_edge=False)
+    for r in [*found.replicas, {"name": "router", **found.router}]:
+        table.add_row(*(_span(r.get(k)) if k == "uptime_s" else _text(r.get(k)) for k in COLUMNS))
+    console.print(table)
+    if found.pairs:
+        console.print()
+        console.print(_pairs(found.pairs))
+    for r in [*found.replicas, {"name": "router", **found.router}, *found.pairs]:
+        if r.get("cause"):
+            console.print(f"{_name(r)}: {r['cause']}", soft_wrap=True)
+
+
+def _pairs(pairs: list[dict[str, Any]]) -> Any:
+    from rich.table import Table
+
+    table = Table(
+        *("pair", "transport", "state", "active", "completed", "failed", "imported", "bytes"),
+        box=None,
+        pad_edge=False,
+    )
+    for pair in pairs:
+        moved = pair.get("host_bytes")
+        table.add_row(
+            _name(pair),
+            *(_text(pair.get(key)) for key in ("transport", "state", "handoffs_active")),
+            *(_text(pair.get(key)) for key in ("handoffs_completed", "handoffs_failed")),
+            _text(pair.get("imported_tokens")),
+            "" if moved is None else approximate_size(moved),
+        )
+    return table
+
+
+def _name(row: dict[str, Any]) -> str:
+    return str(row.get("name") or f"{row['prefill']}>{row['decode']}")
+
+
+def _text(value: object) -> str:
+    return "" if value is None else str(value)
+
+
+def _span(seconds: float | None) -> str:
+    """`42s`, `3m10s`, `2h05m`, `3d4h`."""
+    if seconds is None:
+        return ""
+    whole = int(seconds)
+    minutes, hours, days = whole // 60, whole // 3600, whole // 86400
+    if not minutes:
+        return f"{whole}s"
+    if not hours:
+        return f"{minutes}m{whole % 60:02}s"
+    return f"{hours}h{minutes % 60:02}m" if not days else f"{days}d{hours % 24}h"

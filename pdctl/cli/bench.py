@@ -105,6 +105,7 @@ def _run(target: Target, settings: Settings, results: Results, date: str) -> Run
         rounds=settings.num_prompts,
         page_bytes=plan.page_bytes,
         versions={**versions(), **engines},
+        compute_dtypes={r.name: r.compute_dtype.value for r in plan.replicas},
         machine=machine(),
         method=METHOD,
     )

@@ -103,6 +103,8 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     pd_steal_max: float
     pd_load_max: float
     pd_versions: dict[str, str]
+    pd_compute_dtypes: dict[str, str]
+    """By replica; pages have the model's dtype whatever an engine computes in."""
     pd_machine: dict[str, Any]
     pd_method: str
 
@@ -118,6 +120,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     rounds: int
     page_bytes: int | None
     versions: dict[str, str]
+    compute_dtypes: dict[str, str]
     machine: dict[str, Any]
     method: str
 
@@ -178,6 +181,7 @@ def point(
         pd_steal_max=max((turn.steal for turn in turns), default=0.0),
         pd_load_max=max((turn.load for turn in turns), default=0.0),
         pd_versions=run.versions,
+        pd_compute_dtypes=run.compute_dtypes,
         pd_machine=run.machine,
         pd_method=run.method,
     )

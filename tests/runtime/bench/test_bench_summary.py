@@ -31,6 +31,7 @@ RUN = Run(
     rounds=2,
     page_bytes=PAGE_BYTES,
     versions={"pdctl": "0.1.0"},
+    compute_dtypes={"d0": "float32"},
     machine={"cores": 2},
     method="as it was",
 )
@@ -43,7 +44,7 @@ std_e2el_ms p99_e2el_ms input_lens output_lens ttfts latencies errors""".split()
 PD_FIELDS = """pd_path pd_baseline pd_input_len pd_output_len pd_concurrency pd_rounds
 pd_rounds_asked pd_page_bytes pd_imported_tokens pd_host_bytes pd_gpu_bytes
 pd_imported_tokens_required pd_host_bytes_required pd_gpu_bytes_required pd_phases pd_marks
-pd_short_outputs pd_repeated_rounds pd_steal_max pd_load_max pd_versions pd_machine
+pd_short_outputs pd_repeated_rounds pd_steal_max pd_load_max pd_versions pd_compute_dtypes pd_machine
 pd_method""".split()
 
 
@@ -210,6 +211,7 @@ def test_tables_show_the_mark_and_say_why() -> None:
         in text
     )
     assert "Method: as it was" in text
+    assert "- d0 computes in: float32" in text
 
 
 def test_an_interrupted_cell_says_how_many_rounds_it_has() -> None:

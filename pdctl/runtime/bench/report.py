@@ -82,10 +82,9 @@ def markdown(run: Run, points: Sequence[Point]) -> str:
     if lines:
         parts.append("\n".join(f"- {line}" for line in lines))
     parts.append(f"Method: {run.method}")
-    described = [
-        f"{name}: {value}" for name, value in (*run.machine.items(), *run.versions.items())
-    ]
-    parts.append("\n".join(f"- {line}" for line in described))
+    computes = {f"{name} computes in": dtype for name, dtype in run.compute_dtypes.items()}
+    described = {**run.machine, **run.versions, **computes}
+    parts.append("\n".join(f"- {name}: {value}" for name, value in described.items()))
     return "\n\n".join(parts) + "\n"
 
 

@@ -11,7 +11,7 @@ import typer
 from pdctl.cli import render
 from pdctl.engines.interface import Command
 from pdctl.engines.registry import spec_for
-from pdctl.runtime.validation import Validation
+from pdctl.runtime.outcome import Validation
 from pdctl.runtime.validation import validate as run
 from pdctl.topology.model import Topology
 from pdctl.topology.plan import Plan

@@ -4,19 +4,48 @@ from __future__ import annotations
 
 import errno
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import psutil
 
 from pdctl.runtime.hosts.interface import Listener
 from pdctl.topology.diagnostics import Diagnostic
+from pdctl.topology.fields import split_address
+from pdctl.topology.plan import Plan
+
+
+def check_ports(
+    plan: Plan, listeners: Iterable[Listener], *, own_ports: frozenset[int] = frozenset()
+) -> list[Diagnostic]:
+    """Tries every address that a plan listens on, but the ports that its cluster has itself."""
+    known = tuple(listeners)
+    return [
+        found
+        for subject, address, field, replica in _addresses(plan)
+        if address[1] not in own_ports
+        for found in check_bind(subject, address, field=field, replica=replica, listeners=known)
+    ]
+
+
+def _addresses(plan: Plan) -> Iterator[tuple[str, tuple[str, int], str | None, str | None]]:
+    """(who, where, field, replica)."""
+    yield "router", split_address(plan.router_bind), "router.bind", None
+    for host, port in plan.agent_ports.items():
+        yield f'agent of host "{host}"', ("127.0.0.1", port), None, None
+    for i, r in enumerate(plan.replicas):
+        subject, place = f'replica "{r.name}"', f"replicas[{i}]"
+        http = (r.http_host, r.http_port)
+        yield f"{subject} http_port", http, f"{place}.http_port", r.name
+        if r.data_port is not None:
+            data = (r.data_host, r.data_port)
+            yield f"{subject} data_port", data, f"{place}.data_port", r.name
 
 
 def check_bind(
     subject: str,
     address: tuple[str, int],
     *,
-    field: str,
+    field: str | None,
     replica: str | None = None,
     listeners: Iterable[Listener] = (),
 ) -> list[Diagnostic]:

@@ -10,25 +10,24 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 import psutil
 
-from pdctl.engines.interface import EngineSpec, Probe
+from pdctl.engines.interface import EngineSpec
 from pdctl.engines.registry import spec_for
 from pdctl.errors import PdctlError
 from pdctl.runtime.hosts.interface import RuntimeHost
 from pdctl.runtime.hosts.local import LocalHost
-from pdctl.runtime.ports import check_bind
+from pdctl.runtime.outcome import ModelFacts, Silent, Validation, Watcher
+from pdctl.runtime.ports import check_ports
 from pdctl.runtime.probes import judge_probe, run_probes
 from pdctl.topology import limits, rules
-from pdctl.topology.checkpoint import Checkpoint, check_context, read_checkpoint
+from pdctl.topology.checkpoint import check_context, read_checkpoint
 from pdctl.topology.contract import Contract
 from pdctl.topology.diagnostics import Diagnostic, Report, Severity
 from pdctl.topology.differences import Side, explain_all
 from pdctl.topology.digests import DigestCache
-from pdctl.topology.fields import split_address
 from pdctl.topology.fingerprint import (
     Fingerprint,
     FingerprintError,
@@ -42,47 +41,7 @@ from pdctl.topology.plan import Plan, derive
 from pdctl.topology.sizes import approximate_size
 
 
-class Watcher(Protocol):
-    """Told about progress; called from the validating thread, `hashing` from any."""
-
-    def step(self, text: str) -> None: ...
-
-    def hashing(self, model_dir: str, done_bytes: int, total_bytes: int) -> None: ...
-
-
-class Silent:
-    """A watcher that shows nothing."""
-
-    def step(self, text: str) -> None:
-        pass
-
-    def hashing(self, model_dir: str, done_bytes: int, total_bytes: int) -> None:
-        pass
-
-
-class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What one replica would serve."""
-
-    replica: str
-    model_dir: str
-    """Absolute, on its host."""
-    checkpoint: Checkpoint
-    content: Fingerprint | None = None
-    """None until it was fingerprinted."""
-    contract: Contract | None = None
-    probe: Probe | None = None
-
-
-class Validation(msgspec.Struct, frozen=True, kw_only=True):
-    """The outcome. Without errors in `report`, `topology` and `plan` are there; and `contract`
-    too, unless it was offline."""
-
-    report: Report
-    topology: Topology | None = None
-    plan: Plan | None = None
-    contract: Contract | None = None
-    models: dict[str, ModelFacts] = {}
-    """Replica → what it would serve."""
+__all__ = ["ModelFacts", "Silent", "Validation", "Watcher", "check_file", "local_host", "validate"]
 
 
 def local_host(host: Host) -> RuntimeHost:
@@ -174,7 +133,7 @@ class _Work:
         plan: Plan | None = None
         try:
             plan = derive(self.topology, contract, busy=self.busy())
-            found += self.ports(plan)
+            found += self.listening(plan)
             found += self.memory(plan)
         except PdctlError as error:
             found.append(Diagnostic(code="host.ports", summary=error.message, hint=error.hint))
@@ -290,29 +249,13 @@ class _Work:
             for name, host in self.hosts.items()
         }
 
-    def ports(self, plan: Plan) -> list[Diagnostic]:
-        """Every address that the plan listens on, tried for a moment."""
+    def listening(self, plan: Plan) -> list[Diagnostic]:
         self.watcher.step("checking ports")
-        found: list[Diagnostic] = []
         listeners = self.hosts[plan.router_host].listeners()
-        wanted: list[tuple[str, tuple[str, int], str, str | None]]
-        wanted = [("router", split_address(plan.router_bind), "router.bind", None)]
-        for i, r in enumerate(plan.replicas):
-            subject = f'replica "{r.name}"'
-            http = (r.http_host, r.http_port)
-            wanted.append((f"{subject} http_port", http, f"replicas[{i}].http_port", r.name))
-            if r.data_port is not None:
-                data = (r.data_host, r.data_port)
-                wanted.append((f"{subject} data_port", data, f"replicas[{i}].data_port", r.name))
-        for subject, address, field, replica in wanted:
-            if address[1] not in self.own_ports:
-                found += check_bind(
-                    subject, address, field=field, replica=replica, listeners=listeners
-                )
-        return found
+        return check_ports(plan, listeners, own_ports=self.own_ports)
 
     def memory(self, plan: Plan) -> list[Diagnostic]:
-        """Warns where the replicas of this machine need more than is free, by estimate."""
+        """Warns where the replicas need more than this machine has free, by estimate."""
         need = 0
         for r in plan.replicas:
             facts = self.models.get(r.name)

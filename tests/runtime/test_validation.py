@@ -20,7 +20,8 @@ from pdctl.engines.interface import Command, Probe
 from pdctl.errors import HostError
 from pdctl.runtime.hosts.interface import Completed
 from pdctl.runtime.hosts.local import LocalHost
-from pdctl.runtime.validation import Validation, validate
+from pdctl.runtime.outcome import Validation
+from pdctl.runtime.validation import validate
 from pdctl.topology.checkpoint import read_checkpoint
 from pdctl.topology.digests import DigestCache
 from pdctl.topology.model import Host

@@ -65,7 +65,7 @@ def test_a_good_file_is_read_whole() -> None:
             "handoff.buffer_bytes",
             '"3MB"',
         ),
-        (edited("[model]", "[modell]"), "unknown_key", "modell", '"modell"'),
+        (edited("[model]", "[model_]"), "unknown_key", "model_", '"model_"'),
     ],
 )
 def test_each_fault_is_named_with_its_place(

@@ -35,6 +35,10 @@ class Pipe:
         """Bytes that the reader has got so far."""
         return self._taken
 
+    @property
+    def unread(self) -> int:
+        return len(self._held)
+
     def stop_after(self, size: int, then: Callable[[], None]) -> None:
         """No byte past the first `size` arrives; `then` is called when they have."""
         self._limit, self._on_limit = size, then
@@ -95,6 +99,13 @@ class MemoryLink:
         """Nothing arrives any more, not even an end of the stream."""
         with self.changed:
             self.up.frozen = self.down.frozen = True
+
+    def drained(self, timeout_s: float) -> bool:
+        """Waits until whatever was sent has been received; False where it was not in time."""
+        with self.changed:
+            return self.changed.wait_for(
+                lambda: self.up.unread == 0 and self.down.unread == 0, timeout_s
+            )
 
     def cut(self) -> None:
         """Both ends see the end of the stream."""

@@ -40,7 +40,6 @@ from pdctl.topology.model import Host, Replica, Topology
 from pdctl.topology.plan import Plan, derive
 from pdctl.topology.sizes import approximate_size
 
-
 __all__ = ["ModelFacts", "Silent", "Validation", "Watcher", "check_file", "local_host", "validate"]
 
 

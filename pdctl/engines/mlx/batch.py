@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +15,7 @@ from pdctl.engines.mlx.call import Call
 from pdctl.engines.mlx.kvcache import SequenceCache, empty_caches, taken_over
 from pdctl.engines.mlx.legs import DecodeLeg, PrefillLeg
 from pdctl.handoff.counters import CounterBoard
+from pdctl.trace import monotonic_s
 
 log = logging.getLogger("pdctl.engines.mlx")
 
@@ -43,6 +43,9 @@ class Batch:
         self._ended = ended
         self._calls: dict[int, Call] = {}
         self._imported: list[Call] = []
+        self._sent_early: set[int] = set()
+        """Whose first token went out before the step that reports it: on a CPU that step's
+        own forward comes first, which would cost every request one token's time."""
         self._generator = library.BatchGenerator(
             provider.model,
             completion_batch_size=args.decode_concurrency,
@@ -87,6 +90,7 @@ class Batch:
         """Takes a call out at whatever stage it is; no-op for one that is not in."""
         if call.uid is not None and self._calls.pop(call.uid, None) is not None:
             self._generator.remove([call.uid])
+            self._sent_early.discard(call.uid)
 
     def step(self) -> None:
         """One decode step for everyone, then at most one chunk of prompts."""
@@ -138,7 +142,7 @@ class Batch:
     def _observe_imports(self) -> None:
         for call in self._imported:
             if isinstance(call.leg, DecodeLeg):
-                call.leg.started_at = time.perf_counter()
+                call.leg.started_at = monotonic_s()
                 self._board.observe("import", call.leg.started_at - call.leg.committed_at)
         self._imported.clear()
 
@@ -149,39 +153,42 @@ class Batch:
     def _progressed(self, call: Call, progress: Any) -> None:
         if progress.end_of_prompt:
             self._board.add(prompt_tokens=progress.progress[1])
+            first = versions.first_token(self._generator, progress.uid)
             if isinstance(call.leg, PrefillLeg):
-                token, row, caches = versions.first_token(self._generator, progress.uid)
-                call.leg.sampled(token, caches, row)
+                call.leg.sampled(first.token, first.caches, first.row)
                 self.remove(call)
+            elif call.args.max_tokens > 1 and versions.matches_nothing(call.stops, first):
+                self._send(call, first)
+                self._sent_early.add(progress.uid)
         elif progress.end_of_segment and call.keeps_prefix and call.prompt.segment_kinds:
             caches, tokens = self._generator.extract_cache([progress.uid])[progress.uid]
             self._keep_prefix(tokens[:], caches, call.prompt.segment_kinds.pop(0))
 
     def _deliver(self, call: Call, raw: Any) -> None:
+        if raw.uid in self._sent_early:
+            self._sent_early.remove(raw.uid)
+            return
+        self._send(call, raw)
+        if raw.finish_reason is not None:
+            del self._calls[raw.uid]
+            if call.keeps_prefix:
+                self._keep_prefix(raw.all_tokens[:], raw.prompt_cache, "assistant")
+            self._ended(call, None)
+
+    def _send(self, call: Call, raw: Any) -> None:
         text = call.detokenizer
         if versions.keeps_stop_text(raw):
             text.add_token(raw.token)
         if raw.finish_reason is not None:
             text.finalize()
         if call.tokens_sampled == 0 and isinstance(call.leg, DecodeLeg) and call.leg.started_at:
-            self._board.observe("first_token", time.perf_counter() - call.leg.started_at)
+            self._board.observe("first_token", monotonic_s() - call.leg.started_at)
+        logprob = raw.logprobs[raw.token].item()
         top = library._format_top_logprobs(raw.logprobs, call.args.top_logprobs, self._tokenizer)
         call.answer(
-            versions.response(
-                text.last_segment,
-                raw.token,
-                raw.logprobs[raw.token].item(),
-                raw.finish_reason,
-                top,
-                raw,
-            )
+            versions.response(text.last_segment, raw.token, logprob, raw.finish_reason, top, raw)
         )
         self._board.add(output_tokens=1)
-        if raw.finish_reason is not None:
-            del self._calls[raw.uid]
-            if call.keeps_prefix:
-                self._keep_prefix(raw.all_tokens[:], raw.prompt_cache, "assistant")
-            self._ended(call, None)
 
     def _keep_prefix(self, tokens: list[int], caches: list[Any], kind: str) -> None:
         # unevaluated slices would hold the whole batch's arrays

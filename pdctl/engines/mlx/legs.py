@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -161,7 +160,7 @@ class DecodeLeg:
         self.memory.write(page, first_layer, piece)
 
     def commit(self, first_token: int | None) -> None:
-        self.committed_at = time.perf_counter()
+        self.committed_at = monotonic_s()
         self._over = True
         if self._call.ended:
             self._engine.slots.give_back(self)

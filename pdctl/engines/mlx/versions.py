@@ -147,8 +147,30 @@ def prefilling(generator: Any) -> Iterator[tuple[int, int, int, list[Any]]]:
         yield uid, row, len(batch.tokens[row]), batch.prompt_cache
 
 
-def first_token(generator: Any, uid: int) -> tuple[int, int, list[Any]]:
-    """(token, row, caches) right after the prompt's end; waits for its last forward."""
+class First(msgspec.Struct):
+    """What a prompt's last forward sampled, before the batch's next step reports it."""
+
+    token: int
+    logprobs: mx.array
+    row: int
+    caches: list[Any]
+    finish_reason: str | None = None
+    current_state: str | None = "normal"
+    match_sequence: Any = None
+
+
+def first_token(generator: Any, uid: int) -> First:
+    """Right after the prompt's end; waits for its last forward."""
     batch = generator._generation_batch
     row = batch.uids.index(uid)
-    return int(batch._next_tokens[row].item()), row, batch.prompt_cache
+    token = int(batch._next_tokens[row].item())
+    return First(token, batch._next_logprobs[row], row, batch.prompt_cache)
+
+
+def matches_nothing(stops: Any, first: First) -> bool:
+    """Whether a first token neither stops nor begins what might; then it can go out at once.
+    For 0.31.3 this sets its state too."""
+    if TEXT_STATES:
+        return not stops.matcher().advance(first.token)
+    _, first.match_sequence, first.current_state = stops.match(stops.make_state(), first.token)
+    return first.match_sequence is None

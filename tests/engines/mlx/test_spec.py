@@ -1,0 +1,209 @@
+"""MLX's control side: commands, options and bodies as exact values."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from pdctl.engines.interface import Leg
+from pdctl.engines.mlx.spec import MlxSpec
+from pdctl.engines.registry import spec_for
+from pdctl.errors import TopologyError
+from pdctl.topology.model import ComputeDtype, Dtype, Engine, Host, Replica, Role
+from pdctl.topology.plan import Plan, ReplicaPlan
+
+SPEC = MlxSpec()
+LEG = Leg(
+    room=7,
+    ticket="v1.1.x",
+    prefill="p0",
+    decode="d0",
+    sender="127.0.0.1:9000",
+    timeout_s=60.0,
+)
+LEG_FIELDS = {
+    "room": 7,
+    "ticket": "v1.1.x",
+    "prefill": "p0",
+    "decode": "d0",
+    "sender": "127.0.0.1:9000",
+    "timeout_s": 60.0,
+}
+
+
+def declared(**fields: object) -> Replica:
+    return Replica(name="p0", engine=Engine.MLX, role=Role.PREFILL, model="/m/qwen", **fields)
+
+
+def planned(replica: Replica) -> ReplicaPlan:
+    return ReplicaPlan(
+        name="p0",
+        host="local",
+        engine=Engine.MLX,
+        role=Role.PREFILL,
+        model=replica.model,
+        dtype=Dtype.FLOAT16,
+        compute_dtype=ComputeDtype.FLOAT16,
+        http_port=9100,
+        declared=replica,
+    )
+
+
+def argv(replica: Replica, host: Host) -> tuple[str, ...]:
+    nothing: Plan = None  # type: ignore[assignment]
+    return SPEC.command(planned(replica), host, nothing).argv
+
+
+def test_the_server_is_started_with_the_libraries_own_options() -> None:
+    """Golden: `_` becomes `-`, objects become JSON, defaults are explicit."""
+    config = {"temp": 0.7, "decode_concurrency": 8, "chat_template_args": {"enable_thinking": 0}}
+    host = Host(name="local", python="/venv/bin/python")
+    assert argv(declared(engine_config=config), host) == (
+        "/venv/bin/python",
+        *("-m", "pdctl.engines.mlx.server"),
+        *("--model", "/m/qwen"),
+        *("--host", "127.0.0.1"),
+        *("--port", "9100"),
+        *("--chat-template-args", '{"enable_thinking": 0}'),
+        *("--decode-concurrency", "8"),
+        *("--prefill-step-size", "256"),
+        *("--prompt-concurrency", "1"),
+        *("--temp", "0.7"),
+    )
+
+
+def test_python_and_environment_of_a_replica_win_over_its_hosts() -> None:
+    """Two engines on one host need two environments."""
+    host = Host(name="local", python="/a/python", env={"A": "1", "B": "1"})
+    replica = declared(python="/b/python", env={"B": "2"})
+    command = SPEC.probe(replica, host)
+    assert command.argv == ("/b/python", "-m", "pdctl.engines.mlx.probe", "/m/qwen")
+    assert (command.env["A"], command.env["B"]) == ("1", "2")
+    assert command.env["HF_HUB_OFFLINE"] == "1"
+
+
+@pytest.mark.parametrize("key", ["host", "port", "kv_bits", "draft-model", "Trust_Remote_Code"])
+def test_options_that_pdctl_owns_are_refused_by_name(key: str) -> None:
+    """R51: however they are spelled."""
+    (found,) = SPEC.check(declared(engine_config={key: 1}))
+    assert found.code == "topology.engine_config.owned"
+    assert found.field == f"engine_config.{key}"
+    assert key in found.summary
+    assert found.hint
+
+
+def test_an_unknown_option_names_the_nearest() -> None:
+    """U32: a typo in a per-replica key is an error, never dropped."""
+    (found,) = SPEC.check(declared(engine_config={"prefil_step_size": 128}))
+    assert found.code == "topology.engine_config.unknown"
+    assert found.hint == "did you mean prefill_step_size?"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("max_tokens", "many"), ("max_tokens", 0), ("temp", -1), ("top_k", True), ("log_level", 3)],
+)
+def test_a_value_of_the_wrong_kind_is_refused(key: str, value: object) -> None:
+    """Before the library's parser would end the process."""
+    (found,) = SPEC.check(declared(engine_config={key: value}))
+    assert found.code == "topology.engine_config.value"
+
+
+def test_every_problem_is_reported_and_devices_too() -> None:
+    """All in one pass, in the file's order."""
+    replica = declared(engine_config={"port": 1, "nope": 2}, devices=(0,))
+    assert [d.field for d in SPEC.check(replica)] == [
+        "engine_config.port",
+        "engine_config.nope",
+        "devices",
+    ]
+
+
+def test_prefill_copies_ask_for_one_token() -> None:
+    """U23: max_completion_tokens is bounded too."""
+    body = {
+        "prompt": "x",
+        "max_completion_tokens": 900,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "min_tokens": 5,
+        "logprobs": True,
+        "top_logprobs": 3,
+        "echo": True,
+        "temperature": 0.5,
+    }
+    assert SPEC.prefill_body(body, LEG) == {
+        "prompt": "x",
+        "max_tokens": 1,
+        "max_completion_tokens": 1,
+        "stream": False,
+        "n": 1,
+        "temperature": 0.5,
+        "pdctl": LEG_FIELDS,
+    }
+    assert body["stream"] is True
+
+
+def test_decode_copies_are_the_clients_own() -> None:
+    """The decode engine formats what the user sees."""
+    body = {"prompt": "x", "stream": True, "logprobs": True}
+    assert SPEC.decode_body(body, LEG) == {**body, "pdctl": LEG_FIELDS}
+    assert SPEC.abort(7) == ("/pdctl/abort", {"room": 7})
+
+
+@pytest.mark.parametrize(
+    ("body", "parameter"),
+    [
+        ({"draft_model": "x"}, "draft_model"),
+        ({"adapters": "x"}, "adapters"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"messages": [{"content": [{"type": "image_url", "image_url": "x"}]}]}, "messages"),
+    ],
+)
+def test_what_mlx_cannot_honour_is_refused_by_parameter(
+    body: dict[str, object], parameter: str
+) -> None:
+    """R66: before anything is scheduled."""
+    assert [name for name, _ in SPEC.refusals(body, Role.DECODE)] == [parameter]
+
+
+def test_what_mlx_honours_is_not_refused() -> None:
+    """R65: response_format text; and a seed, tools, logprobs and stop strings."""
+    body = {
+        "response_format": {"type": "text"},
+        "seed": 3,
+        "tools": [{"type": "function"}],
+        "logprobs": True,
+        "stop": ["x"],
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}],
+    }
+    assert SPEC.refusals(body, Role.PREFILL) == []
+
+
+def test_error_bodies_of_the_library_and_of_pdctl_are_understood() -> None:
+    """R67: text and cause survive."""
+    ours = b'{"error": {"message": "gone", "type": "server_error", "code": "peer_lost"}}'
+    assert SPEC.error_message(502, ours) == ("gone", "peer_lost")
+    assert SPEC.error_message(400, b'{"error": "top_p must be"}') == ("top_p must be", None)
+    assert SPEC.error_message(404, b"Not Found") == ("Not Found", None)
+    assert SPEC.error_message(500, b"") == ("HTTP 500 without a body", None)
+    assert SPEC.error_message(500, b"[1]")[1] is None
+
+
+def test_only_mlx_is_in_this_version() -> None:
+    """R52: the others are refused before anything is done."""
+    assert spec_for(Engine.MLX).engine is Engine.MLX
+    with pytest.raises(TopologyError, match="vllm"):
+        spec_for(Engine.VLLM)
+
+
+def test_the_control_side_never_imports_the_engine() -> None:
+    """The CLI, the agent and the router run where no engine is installed."""
+    code = (
+        "import sys; from pdctl.engines.registry import spec_for;"
+        "from pdctl.topology.model import Engine; spec_for(Engine.MLX);"
+        "sys.exit(any(m.split('.')[0] in ('mlx', 'mlx_lm', 'torch') for m in sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

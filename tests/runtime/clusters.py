@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import sys
 import time
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import anyio
 
-from pdctl.runtime.state import AgentRecord, ClusterRecord, StateDir
+from pdctl.runtime.state import ClusterRecord, StateDir
 from pdctl.topology.contract import Attention, Contract, Positions
 from pdctl.topology.load import loads
 from pdctl.topology.model import Dtype, Topology
@@ -121,14 +120,7 @@ def written(folder: Path, **options: object) -> Iterator[tuple[StateDir, Cluster
 async def until(what: str, condition: Callable[[], bool], timeout_s: float = 15.0) -> None:
     """Waits until `condition` holds; for what nothing can signal."""
     with anyio.move_on_after(timeout_s):
-        while not condition():
+        while not condition():  # noqa: ASYNC110
             await anyio.sleep(0.02)
         return
     raise AssertionError(f"after {timeout_s} s still not: {what}")
-
-
-def environment(run: str) -> dict[str, str]:
-    return {**os.environ, "PDCTL_RUN": run}
-
-
-__all__ = ["AgentRecord"]

@@ -26,6 +26,11 @@ TOKEN = {"id": 7, "token": " a", "logprob": -0.1, "bytes": None}
 STEP = {**TOKEN, "top_logprobs": [{"id": 7 + i, "logprob": -0.1 - i} for i in range(5)]}
 
 
+def say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
@@ -52,7 +57,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(raw)
 
     def log_message(self, form: str, *arguments: object) -> None:
-        print(form % arguments, flush=True)
+        say(form % arguments)
 
 
 def ready_message(assigned: Assignment, port: int, fault: str) -> Ready:
@@ -77,9 +82,9 @@ def main() -> int:
     parser.add_argument("--port", type=int, required=True)
     port = parser.parse_known_args()[0].port
     fault = os.environ.get("DOUBLE", "")
-    print(f"double: {fault or 'well'}", flush=True)
+    say(f"double: {fault or 'well'}")
     if fault == "exit":
-        print("double: cannot find the weights", flush=True)
+        say("double: cannot find the weights")
         return 3
     if fault == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -159,7 +159,9 @@ class Inbound:
 
     def _tell(self, link: Link, error: HandoffError) -> None:
         detail = error.message[: wire.MAX_DETAIL_CHARS]
-        link.send_now(wire.Abort(cause=error.cause, detail=detail), self.room)
+        abort = wire.Abort(cause=error.cause, detail=detail)
+        # frames of this end are tiny: the other thread's is gone in no time
+        link.send_now(abort, self.room, patience_s=0.2)
 
     def _finish(self, link: Link | None) -> None:
         """Counts, then tells the sender or the engine; `link` can be used again."""

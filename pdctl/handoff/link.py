@@ -55,9 +55,13 @@ class Link:
             if taken:
                 parts[0] = parts[0][taken:]
 
-    def send_now(self, message: wire.Message, room: int) -> bool:
-        """Without blocking; False where the connection is busy. Never raises."""
-        if not self._sending.acquire(blocking=False):
+    def send_now(self, message: wire.Message, room: int, *, patience_s: float = 0.0) -> bool:
+        """Without blocking on the network; False where it could not be sent. Never raises.
+
+        Args:
+            patience_s: how long another thread's frame may take to get out of the way.
+        """
+        if not self._sending.acquire(timeout=patience_s):
             return False
         try:
             sent = self.connection.send_now(wire.frame(message, room))

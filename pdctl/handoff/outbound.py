@@ -235,12 +235,13 @@ class Outbound:
             self._progress()
 
     def committed(self) -> None:
-        """The receiver's Done. Ends the handoff."""
+        """The receiver's Done; `settle` follows."""
         with self._changed:
+            if self.over:
+                return
             self._machine.on(Event.DONE)
             self.done = True
             self._changed.notify_all()
-        self.settle()
 
     def aborted(self, error: HandoffError) -> None:
         """The receiver's Abort; `settle` follows."""

@@ -133,7 +133,7 @@ class Serving:
             self.unblock()
 
     def _tell(self, error: HandoffError) -> None:
-        self._link.send_now(_abort(error), self._addressed)
+        self._link.send_now(_abort(error), self._addressed, patience_s=0.2)
 
     # -- reader --------------------------------------------------------------------------
 
@@ -214,10 +214,11 @@ class Serving:
         raise error
 
     def _done(self, outbound: Outbound) -> None:
+        outbound.committed()
         self._since = self._link.clock()
         self._outbound = None
         self._room = None
-        outbound.committed()
+        outbound.settle()
 
     def _end(self, error: HandoffError) -> None:
         room = self._room

@@ -22,6 +22,10 @@ from pdctl.engines.channel import REPLICA_ENV, RUN_ENV
 from pdctl.engines.interface import Command
 from pdctl.runtime.hosts.interface import Mark
 
+ACTOR_KEY_ENV = "XOSCAR_AUTH_KEY"
+"""Where the actor system reads its key, at every frame. Whoever has it can have an agent run
+anything, so nothing that is started here inherits it."""
+
 KILL_WAIT_S = 5.0
 """How long a SIGKILL may take until the process has gone."""
 
@@ -53,6 +57,14 @@ def is_alive(mark: Mark) -> bool:
     return mark_of(mark.pid) == mark
 
 
+def environment(command: Command, base: Mapping[str, str] | None = None) -> dict[str, str]:
+    """What a command runs with: `base` (None: this process's) without the actor system's key,
+    and the command's own."""
+    inherited = dict(os.environ if base is None else base)
+    inherited.pop(ACTOR_KEY_ENV, None)
+    return {**inherited, **command.env}
+
+
 def start(
     command: Command, *, log: Path, base: Mapping[str, str] | None = None
 ) -> subprocess.Popen[bytes]:
@@ -69,7 +81,7 @@ def start(
     try:
         return subprocess.Popen(
             command.argv,
-            env={**(os.environ if base is None else base), **command.env},
+            env=environment(command, base),
             cwd=command.cwd,
             stdin=subprocess.DEVNULL,
             stdout=descriptor,

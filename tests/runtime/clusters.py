@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import sys
 import time
@@ -11,8 +12,17 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import anyio
+import msgspec
 
-from pdctl.runtime.state import ClusterRecord, StateDir
+from pdctl.engines.channel import RUN_ENV, MemberState
+from pdctl.engines.interface import Command
+from pdctl.errors import AgentLost
+from pdctl.runtime import process
+from pdctl.runtime.agent.client import AgentClient
+from pdctl.runtime.agent.view import Snapshot
+from pdctl.runtime.hosts.interface import Mark
+from pdctl.runtime.hosts.local import LocalHost
+from pdctl.runtime.state import AgentRecord, ClusterRecord, StateDir
 from pdctl.topology.contract import Attention, Contract, Positions
 from pdctl.topology.load import loads
 from pdctl.topology.model import Dtype, Topology
@@ -124,3 +134,57 @@ async def until(what: str, condition: Callable[[], bool], timeout_s: float = 15.
             await anyio.sleep(0.02)
         return
     raise AssertionError(f"after {timeout_s} s still not: {what}")
+
+
+def start_agent(state: StateDir, record: ClusterRecord) -> ClusterRecord:
+    """Starts an agent for the written state, and notes it there as `up` does."""
+    command = Command(
+        argv=(
+            *(sys.executable, "-m", "pdctl.runtime.agent"),
+            *("--state", str(state.path), "--host", "local"),
+        ),
+        env={RUN_ENV: record.run},
+    )
+    mark = LocalHost().spawn(command, log=str(state.log("agent-local")))
+    agent = AgentRecord(port=record.plan.agent_ports["local"], mark=mark)
+    record = msgspec.structs.replace(record, agents={"local": agent})
+    state.write(record)
+    return record
+
+
+async def answering(state: StateDir, record: ClusterRecord) -> AgentClient:
+    """A client of that agent, once it answers."""
+    port = record.plan.agent_ports["local"]
+    client = AgentClient("local", port, record.run, state.read_key())
+    with anyio.fail_after(20):
+        while True:
+            try:
+                await client.check()
+                return client
+            except AgentLost:
+                await anyio.sleep(0.05)
+
+
+def member(snapshot: Snapshot, name: str) -> MemberState:
+    return next(m for m in snapshot.members if m.name == name)
+
+
+async def reach(client: AgentClient, name: str, *states: str, timeout_s: float = 20) -> MemberState:
+    """Waits, from version to version, until a replica is in one of these states."""
+    version = 0
+    with anyio.fail_after(timeout_s):
+        while True:
+            snapshot = await client.changes(version)
+            found = member(snapshot, name)
+            if found.state in states:
+                return found
+            version = snapshot.version
+
+
+def sweep(record: ClusterRecord) -> list[Mark]:
+    """Kills what is left of a run, whatever a test did; returns what there was."""
+    left = process.marked(record.run)
+    for mark in left:
+        process.signal_group(mark, signal.SIGKILL)
+    LocalHost().remove(record.socket_dir)
+    return left

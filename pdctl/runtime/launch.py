@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import anyio
+import anyio.lowlevel
 import msgspec
 
 from pdctl.engines.channel import RUN_ENV
@@ -154,6 +155,7 @@ class _Launch:
         keeper = self.record.plan.router_host
         await self.agents[keeper].start(ROUTER)
         snapshot = await self._follow(keeper, self._paths_ready)
+        await anyio.lowlevel.checkpoint()  # the last moment at which Ctrl-C still rolls back
         url = snapshot.router.url if snapshot.router else None
         self._write(phase="running", url=url)
         return self.record

@@ -24,7 +24,7 @@ LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE = 4, 256, 4, 2, 64, 512
 DEVIATION, PROJECTION_DEVIATION = 0.2, 0.07
 ROPE_THETA = 100000.0
 MAX_POSITIONS = 8192
-SEEDS = {"llama": 198, "qwen2": 52, "qwen3": 1}
+SEEDS = {"llama": 198, "qwen2": 52, "qwen3": 55}
 START, END = "<|im_start|>", "<|im_end|>"
 
 CHAT_TEMPLATE = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -264,10 +265,9 @@ class Pair:
 
     def __init__(self, prefill: Process, decode: Process) -> None:
         self.prefill, self.decode = prefill, decode
-        self._rooms = iter(range(1, 1 << 30))
 
     def leg(self, timeout_s: float = 30.0) -> Leg:
-        room = next(self._rooms)
+        room = random.getrandbits(62)
         ready = self.prefill.agent.ready
         assert ready is not None
         names = self.prefill.name, self.decode.name

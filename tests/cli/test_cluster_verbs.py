@@ -1,0 +1,317 @@
+"""up, ps, logs and down as a user types them. The engines are doubles; all else is real, with
+validation and its probes on a tiny checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runtime.clusters import sweep, topology_text
+from tiny import make_checkpoint
+
+from pdctl.runtime import process
+from pdctl.runtime.state import ClusterRecord, StateDir
+
+pytestmark = pytest.mark.engine
+
+PDCTL = Path(sys.executable).with_name("pdctl")
+TIMEOUT_S = 90
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("models") / "tiny", "llama")
+
+
+class Shell:
+    """Runs pdctl with a state directory of its own."""
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        self.folder = folder
+        self.model = model
+        self.name = f"t-{uuid.uuid4().hex[:8]}"
+        self.file = folder / "topology.toml"
+        self.env = {**os.environ, "XDG_STATE_HOME": str(folder / "xdg"), "NO_COLOR": "1"}
+        self.state = StateDir(folder / "xdg" / "pdctl" / self.name)
+        self.records: list[ClusterRecord] = []
+
+    def write(self, **faults: str) -> None:
+        text = topology_text(self.folder, name=self.name, faults=faults, model=self.model)
+        self.file.write_text(text)
+
+    def begin(self, *words: object) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [str(PDCTL), *map(str, words)],
+            env=self.env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def __call__(self, *words: object, code: int = 0) -> tuple[str, str]:
+        with self.begin(*words) as running:
+            out, err = running.communicate(timeout=TIMEOUT_S)
+        assert running.returncode == code, (words, out, err)
+        return out, err
+
+    def record(self) -> ClusterRecord:
+        record = self.state.read()
+        assert record is not None
+        self.records.append(record)
+        return record
+
+    def until(self, what: str, condition: Callable[[], object]) -> None:
+        until_s = time.monotonic() + TIMEOUT_S
+        while not condition():
+            assert time.monotonic() < until_s, f"still not: {what}"
+            time.sleep(0.05)
+
+    def started(self) -> bool:
+        """Whether a replica has written to its log."""
+        log = self.state.log("p0")
+        return log.exists() and log.stat().st_size > 0
+
+    def assert_down(self) -> None:
+        for record in self.records:
+            assert process.marked(record.run) == []
+            assert not Path(record.socket_dir).exists()
+        left = [p.name for p in self.state.path.iterdir()] if self.state.path.exists() else []
+        assert left in ([], ["logs"])
+
+
+@pytest.fixture
+def shell(tmp_path: Path, model: Path) -> Iterator[Shell]:
+    it = Shell(tmp_path, model)
+    it.write()
+    yield it
+    record = it.state.read()
+    for one in [*it.records, *([record] if record else [])]:
+        sweep(one)
+
+
+def test_up_ps_logs_down(shell: Shell) -> None:
+    """The whole life of a detached cluster, by path and by name."""
+    out, err = shell("up", shell.file, "--detach")
+    record = shell.record()
+    assert out == f"{record.url}\n"
+    assert "pair p0>d0 ready" in err
+    found: dict[str, Any] = json.loads(shell("ps", shell.file, "--json")[0])
+    assert found["cluster"] == shell.name
+    assert {r["name"]: r["state"] for r in found["replicas"]} == {"p0": "ready", "d0": "ready"}
+    assert {r["compute_dtype"] for r in found["replicas"]} == {"float32"}
+    assert found["pairs"][0]["state"] == found["router"]["state"] == "ready"
+    table = shell("ps", shell.name)[0]
+    assert "p0>d0" in table
+    assert "float32" in table
+    out, _ = shell("logs", shell.name, "p0", "router", "--tail", "1")
+    assert [line.split(" | ")[0].strip() for line in out.splitlines()] == ["p0", "router"]
+    assert "double: well" in shell("logs", shell.file, "--grep", "^double")[0]
+    assert "no log of" in shell("logs", shell.file, "x9", code=2)[1]
+    out, err = shell("down", shell.file)
+    assert out.startswith(f"{shell.name} is down")
+    assert "stopped router" in err
+    shell.assert_down()
+    assert "double: well" in shell("logs", shell.name)[0]
+    assert shell("down", shell.file)[0] == f"{shell.name} is not running: nothing to stop\n"
+    assert "is not running" in shell("ps", shell.file, code=1)[1]
+
+
+def test_a_killed_replica_comes_back_and_is_canaried(shell: Shell) -> None:
+    """R61: ps shows the restart, and the pair is ready for the new incarnation."""
+    shell("up", shell.file, "-d")
+    shell.record()
+
+    def ps() -> dict[str, Any]:
+        return dict(json.loads(shell("ps", shell.file, "--json")[0]))
+
+    before = ps()["replicas"][1]
+    os.kill(before["pid"], signal.SIGKILL)
+
+    def recovered() -> bool:
+        now = ps()
+        replica, pair = now["replicas"][1], now["pairs"][0]
+        return (replica["restarts"], replica["state"], pair["state"]) == (1, "ready", "ready")
+
+    shell.until("the replica is back", recovered)
+    shell("down", shell.name)
+    shell.assert_down()
+
+
+def test_a_killed_router_comes_back(shell: Shell) -> None:
+    """U35: the agent restarts the router as it does replicas."""
+    shell("up", shell.file, "-d")
+    shell.record()
+    router = json.loads(shell("ps", shell.file, "--json")[0])["router"]
+    os.kill(router["pid"], signal.SIGKILL)
+
+    def recovered() -> bool:
+        now = json.loads(shell("ps", shell.file, "--json")[0])
+        return bool(
+            now["router"]["pid"] != router["pid"]
+            and now["pairs"]
+            and now["router"]["state"] == now["pairs"][0]["state"] == "ready"
+        )
+
+    shell.until("the router is back", recovered)
+    shell("down", shell.name)
+    shell.assert_down()
+
+
+def test_up_on_a_running_cluster_is_refused(shell: Shell) -> None:
+    """It names the cluster and says what to do; nothing of it is touched."""
+    shell("up", shell.file, "-d")
+    record = shell.record()
+    before = process.marked(record.run)
+    _, err = shell("up", shell.file, "-d", code=2)
+    assert f'cluster "{shell.name}" is running' in err
+    assert f"pdctl down {shell.name}" in err
+    assert process.marked(record.run) == before
+    shell("down", shell.name)
+    shell.assert_down()
+
+
+def test_two_launches_at_once(shell: Shell) -> None:
+    """The second is told which command holds the lock; the first goes on."""
+    shell.write(p0="never_ready")
+    with shell.begin("up", shell.file, "-d") as first:
+        shell.until("it starts replicas", shell.started)
+        shell.record()
+        for verb in ("up", "down"):
+            _, err = shell(verb, shell.file, code=1)
+            assert f"pdctl up {shell.file} -d" in err
+            assert f"pid {first.pid}" in err
+        first.send_signal(signal.SIGINT)
+        first.communicate(timeout=TIMEOUT_S)
+    assert first.returncode == 130
+    shell.assert_down()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_interrupted_up_rolls_back(shell: Shell, number: signal.Signals) -> None:
+    """R58: exit 130 for each signal, also when it comes twice; nothing is left."""
+    shell.write(p0="never_ready")
+    with shell.begin("up", shell.file) as running:
+        shell.until("it starts replicas", shell.started)
+        shell.record()
+        running.send_signal(number)
+        running.send_signal(number)
+        _, err = running.communicate(timeout=TIMEOUT_S)
+    assert running.returncode == 130, err
+    assert f"interrupted by {number.name}" in err
+    shell.assert_down()
+
+
+def test_a_failed_up_shows_the_log_and_rolls_back(shell: Shell) -> None:
+    """Exit 5, the last lines of the log, its path; logs stay."""
+    shell.write(d0="exit")
+    _, err = shell("up", shell.file, code=5)
+    assert "d0 | double: cannot find the weights" in err
+    assert 'error: replica "d0" failed: it exited with status 3' in err
+    assert str(shell.state.log("d0")) in err
+    shell.assert_down()
+    assert shell.state.log("d0").exists()
+
+
+def test_an_invalid_topology_starts_nothing(shell: Shell) -> None:
+    """R52: validation is the gate; no state is left either."""
+    shell.file.write_text(shell.file.read_text().replace('role = "decode"', 'role = "decod"'))
+    _, err = shell("up", shell.file, code=2)
+    assert "decod" in err
+    shell.file.write_text("")
+    shell("up", shell.file, code=2)
+    shell("up", shell.folder / "absent.toml", code=2)
+    assert not shell.state.path.exists()
+
+
+def test_the_foreground_shows_logs_until_ctrl_c(shell: Shell) -> None:
+    """Ctrl-C is a down: exit 0 and nothing left; log lines come with their replica's name."""
+    with shell.begin("up", shell.file) as running:
+        assert running.stdout is not None
+        url = running.stdout.readline().strip()
+        record = shell.record()
+        assert url == record.url
+        with shell.state.log("p0").open("a") as log:
+            log.write("a line of its own\n")
+        line = running.stdout.readline()
+        while "a line of its own" not in line:
+            line = running.stdout.readline()
+        assert line.split(" | ")[0].strip() == "p0"
+        running.send_signal(signal.SIGINT)
+        _, err = running.communicate(timeout=TIMEOUT_S)
+    assert running.returncode == 0, err
+    shell.assert_down()
+
+
+def test_the_foreground_ends_when_it_is_taken_down_elsewhere(shell: Shell) -> None:
+    """`pdctl down` in another terminal ends a foreground `up`, without an error."""
+    with shell.begin("up", shell.file) as running:
+        assert running.stdout is not None
+        running.stdout.readline()
+        shell.record()
+        shell("down", shell.name)
+        _, err = running.communicate(timeout=TIMEOUT_S)
+    assert running.returncode == 0, err
+    shell.assert_down()
+
+
+def test_the_foreground_stops_everything_when_its_agent_dies(shell: Shell) -> None:
+    """Exit 1 with the agent's log; replicas do not outlive a foreground `up`."""
+    with shell.begin("up", shell.file) as running:
+        assert running.stdout is not None
+        running.stdout.readline()
+        os.kill(shell.record().agents["local"].mark.pid, signal.SIGKILL)
+        _, err = running.communicate(timeout=TIMEOUT_S)
+    assert running.returncode == 1
+    assert "the agent ended by itself" in err
+    shell.assert_down()
+
+
+def test_ps_and_down_without_an_agent(shell: Shell) -> None:
+    """U26: after kill -9 of the agent, ps says so and down still leaves nothing."""
+    shell("up", shell.file, "-d")
+    os.kill(shell.record().agents["local"].mark.pid, signal.SIGKILL)
+    out, err = shell("ps", shell.name, "--json")
+    found = json.loads(out)
+    assert "does not answer" in err
+    assert found["phase"] == "agent lost"
+    assert {r["state"] for r in found["replicas"]} == {"unsupervised"}
+    shell("down", shell.name)
+    shell.assert_down()
+
+
+def test_down_ends_a_replica_that_ignores_sigterm(shell: Shell) -> None:
+    """R23: bounded; SIGKILL follows the grace."""
+    shell.write(p0="stubborn", d0="forks")
+    shell("up", shell.file, "-d")
+    shell.record()
+    shell("down", shell.name)
+    shell.assert_down()
+
+
+def test_a_launch_that_was_killed_is_taken_down(shell: Shell) -> None:
+    """U33: kill -9 on `up` itself; the next `up` says what is there, and down ends it."""
+    shell.write(p0="never_ready")
+    with shell.begin("up", shell.file, "-d") as running:
+        shell.until("it starts replicas", shell.started)
+        shell.record()
+        running.kill()
+        running.communicate(timeout=TIMEOUT_S)
+    _, err = shell("up", shell.file, "-d", code=2)
+    assert "was left half launched" in err
+    shell("down", shell.file)
+    shell.assert_down()
+    shell.write()
+    shell("up", shell.file, "-d")
+    shell.record()
+    shell("down", shell.file)
+    shell.assert_down()

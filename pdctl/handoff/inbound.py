@@ -146,12 +146,13 @@ class Inbound:
             greeted = self._machine.state is not Receiving.NEW
             self._fail(error)
             link = self._link
+            if greeted and link is not None:
+                # under the lock: the reading thread closes the connection only after this
+                self._tell(link, error)
         if link is None:
             self._finish(None)
-            return
-        if greeted:
-            self._tell(link, error)
-        link.connection.unblock()
+        else:
+            link.connection.unblock()
 
     def _fail(self, error: HandoffError) -> None:
         self.error = error
@@ -202,7 +203,8 @@ class Inbound:
             self._give_up(HandoffError(f"the receiver failed: {error!r}"))
         if self._allocating is not None:
             self._allocating.join()
-        link = self._link
+        with self._lock:
+            link = self._link
         if self.error is not None and link is not None:
             link.connection.unblock()
             link.connection.close()
@@ -281,20 +283,23 @@ class Inbound:
                 self.want, self._assembly = want, assembly
                 self._machine.on(Event.GRANT)
             self._deadline.progressed(self._services.clock())
-            link.send(
-                wire.Grant(
-                    tokens=want.tokens,
-                    held_tokens=want.held_tokens,
-                    first_token=want.first_token,
-                ),
-                self.room,
-            )
+            self._send_grant(link, want)
         except HandoffError as error:
             self._give_up(error)
         # this thread's boundary
         except Exception as error:
             log.exception("room=%s the receiver's session failed", self.room)
             self._give_up(HandoffError(f"the receiver failed: {error!r}"))
+
+    def _send_grant(self, link: Link, want: Want) -> None:
+        grant = wire.Grant(
+            tokens=want.tokens, held_tokens=want.held_tokens, first_token=want.first_token
+        )
+        try:
+            link.send(grant, self.room)
+        except PeerLost:
+            # the reading thread learns why: an Abort may have come before the connection broke
+            log.debug("room=%s the connection broke before the grant", self.room)
 
     def _piece(self, link: Link, header: wire.Header) -> None:
         self._on(Event.PAGES)

@@ -59,18 +59,24 @@ class Schedule:
             return None
         if self._next < self._end:
             return self._page(self.grant)
+        # also where nothing was wanted: the engine may still be writing, and Done frees the pages
+        if not self.needed or self._being_written:
+            return None
         if self.grant.first_token and not self.finished:
             return None
         token = self.first_token if self.grant.first_token else None
         return End(pages=self._end - self._first, first_token=token)
+
+    @property
+    def _being_written(self) -> bool:
+        return self.last_begun and not self.finished and self.written < self._tokens
 
     def _page(self, grant: Grant) -> PagePart | None:
         size = self._geometry.page_tokens
         stop = (self._next + 1) * size
         if self.written < min(stop, grant.tokens):
             return None
-        being_written = self.last_begun and not self.finished and self.written < self._tokens
-        if being_written and stop >= self._tokens:
+        if self._being_written and stop >= self._tokens:
             return None
         self._next += 1
         return PagePart(self._next - 1, min(size, grant.tokens + size - stop))

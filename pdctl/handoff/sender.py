@@ -242,7 +242,7 @@ class Sender:
 
     def _accept(self) -> None:
         assert self._listener is not None
-        while not self._closing.is_set():
+        while True:
             try:
                 connection = self._listener.accept()
             except PeerLost as error:

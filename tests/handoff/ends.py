@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import msgspec
 import numpy as np
-import psutil
 
 from pdctl.errors import HandoffError
 from pdctl.handoff.counters import CounterBoard
@@ -220,7 +221,7 @@ class Ends:
 
 def place(outbound: Outbound, source: Patterns, tokens: int, chunk: int) -> None:
     """Writes positions up to `tokens` as an engine would, a chunk at a time."""
-    size = outbound.pages().shape[3]
+    size = source.shape[3]
     at = outbound.positions
     while at < tokens:
         stop = min(at + chunk, tokens)
@@ -261,17 +262,26 @@ class Once:
         assert self._event.wait(WAIT_S)
 
 
+def open_files() -> set[str]:
+    """Descriptors of this process with what they are."""
+    found = set()
+    for each in Path("/dev/fd").iterdir():
+        with suppress(OSError):
+            found.add(f"{each.name} {os.readlink(each)}")
+    return {each for each in found if "/dev/fd" not in each and "/proc/" not in each}
+
+
 @contextmanager
 def nothing_left() -> Iterator[None]:
     """No thread of a handoff and no file descriptor is left that was not there before."""
-    process = psutil.Process()
-    fds, threads = process.num_fds(), set(threading.enumerate())
+    fds, threads = open_files(), set(threading.enumerate())
     yield
     for thread in set(threading.enumerate()) - threads:
         if thread.name.startswith("pdctl-"):
             thread.join(WAIT_S)
             assert not thread.is_alive(), f"{thread.name} is left"
-    assert process.num_fds() <= fds
+    left = open_files() - fds
+    assert not left, f"{left} are left, with {threading.enumerate()}"
 
 
 @contextmanager

@@ -366,6 +366,7 @@ def test_one_cancel_leaves_other_handoffs_alone(stalled):
     assert stalled.outbound.settled.wait(WAIT_S)
     stalled.ends.compute(outbound)
     assert inbound.settled.wait(WAIT_S)
+    assert outbound.settled.wait(WAIT_S)
     assert sink.committed
     settle_and_restart(stalled)
 

@@ -99,3 +99,13 @@ def test_grants_beyond_the_offer_are_refused(tokens, held):
     """R29: a grant for positions that were not offered is the peer's error."""
     with pytest.raises(ProtocolViolation, match="of 70"):
         schedule(70, tokens=tokens, held_tokens=held)
+
+
+def test_the_end_waits_for_what_the_receiver_already_holds():
+    """Done frees the pages: it can't come while the engine still writes into them."""
+    made = schedule(65, tokens=64, held_tokens=64)
+    assert leaves(made) == []
+    made.written, made.last_begun = 64, True
+    assert leaves(made) == []
+    made.written = 65
+    assert leaves(made) == ["end"]

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import threading
 from http.client import HTTPConnection
+from pathlib import Path
 from typing import Any
 
 import pytest
 from engine.conftest import Trio
-from engines.replicas import SPEC, Process, text_of
+from engines.replicas import SPEC, Pair, Process, read_events, text_of
 from tiny import chat_overhead_tokens, digits, make_tokenizer
+
+from pdctl.topology.model import Role
 
 pytestmark = pytest.mark.engine
 
@@ -231,3 +234,52 @@ def test_sixteen_streams_at_once_are_each_right(llama: Trio) -> None:
     same = [found[i] == wanted[i] for i in range(16)]
     # a batch's kernels may flip a near-tie; most must be equal, all must be answers
     assert sum(same) >= 14
+
+
+def test_a_long_prompt_does_not_stall_a_running_stream(llama: Trio) -> None:
+    """U28: between two chunks of a 1,900-token prompt everyone else gets a token."""
+    connection, response = llama.alone.open(
+        COMPLETIONS, ask(digits(20), max_tokens=1500, stream=True)
+    )
+    running = read_events(response)
+    next(running)
+    counted = 0
+    other = llama.alone.send(COMPLETIONS, ask(digits(1900), max_tokens=1))
+    done = threading.Event()
+
+    def finish() -> None:
+        other.getresponse().read()
+        done.set()
+
+    waiting = threading.Thread(target=finish)
+    waiting.start()
+    while not done.is_set():
+        next(running)
+        counted += 1
+    waiting.join()
+    other.close()
+    response.close()
+    connection.close()
+    # 1,899 positions in chunks of 256, and a decode step before each
+    assert counted >= 7
+
+
+def test_prompts_computed_together_export_their_own_positions(folder: Path, llama: Trio) -> None:
+    """prompt_concurrency pads a batch; 0.31.3 also changes its dtype as prompts join."""
+    with Process(
+        folder, "p2", Role.PREFILL, llama.model_dir, llama.contract, prompt_concurrency=4
+    ) as prefill:
+        pair = Pair(prefill, llama.pair.decode)
+        prompts = [digits(n, seed=n) for n in (700, 90, 300, 129)]
+        wanted = [text_of(llama.alone.post(COMPLETIONS, ask(p))[1]) for p in prompts]
+        found: dict[str, str] = {}
+
+        def run(prompt: str) -> None:
+            found[prompt] = text_of(pair.post(COMPLETIONS, ask(prompt))[1][1])
+
+        threads = [threading.Thread(target=run, args=(prompt,)) for prompt in prompts]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert [found[prompt] for prompt in prompts] == wanted

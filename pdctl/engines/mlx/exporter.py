@@ -51,7 +51,7 @@ def read_positions(caches: list[Any], row: int, start: int, stop: int, dtype: mx
     pad = _padding(caches[0], row)
     heads, head_dim = arrays[0].shape[1], arrays[0].shape[3]
     shape = (len(caches), 2, heads, stop - start, head_dim)
-    stacked = mx.stack([a[row, :, pad + start : pad + stop].astype(dtype) for a in arrays])
+    stacked = mx.stack([a[row, :, pad + start : pad + stop] for a in arrays]).astype(dtype)
     piece = mx.contiguous(stacked.reshape(shape).transpose(0, 1, 3, 2, 4)).view(mx.uint16)
     mx.eval(piece)
     return np.array(piece, copy=False)

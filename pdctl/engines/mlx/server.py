@@ -186,6 +186,8 @@ def main() -> None:
     signal.signal(signal.SIGTERM, _on_signal)
     signal.signal(signal.SIGINT, _on_signal)
     try:
+        # a model's "~" is this host's home; the library would look for it on a hub
+        sys.argv = [os.path.expanduser(argument) for argument in sys.argv]
         replica = Replica()
         replica.attach()
         library.run = replica.serve

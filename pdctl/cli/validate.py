@@ -16,10 +16,11 @@ def validate(
 ) -> None:
     """Check everything that can be known before launch; report every problem."""
     from pdctl.cli import render
+    from pdctl.runtime.state import own_ports
     from pdctl.runtime.validation import validate as run
 
     with render.steps() as watcher:
-        outcome = run(topology, offline=offline, watcher=watcher)
+        outcome = run(topology, offline=offline, watcher=watcher, own_ports=own_ports(topology))
     report = outcome.report
     if as_json:
         render.print_json(report)

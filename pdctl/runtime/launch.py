@@ -71,10 +71,14 @@ def prepare(
         plan=plan,
         contract=contract,
     )
-    state.create_key()
-    if topology.router.api_key_env is not None:
-        state.write_api_key(environ[topology.router.api_key_env])
-    state.write(record)
+    try:
+        state.create_key()
+        if topology.router.api_key_env is not None:
+            state.write_api_key(environ[topology.router.api_key_env])
+        state.write(record)
+    except BaseException:  # a key must not stay behind
+        state.clear()
+        raise
     return record
 
 

@@ -23,10 +23,11 @@ from pathlib import Path
 
 import msgspec
 
-from pdctl.errors import ClusterError, TopologyError
+from pdctl.errors import ClusterError, PdctlError, TopologyError
 from pdctl.runtime.hosts.interface import Mark
 from pdctl.runtime.hosts.local import LocalHost
 from pdctl.topology.contract import Contract
+from pdctl.topology.fields import split_address
 from pdctl.topology.model import Topology
 from pdctl.topology.plan import Plan
 
@@ -64,6 +65,17 @@ class ClusterRecord(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def socket_dir(self) -> str:
         return f"/tmp/pdctl-{os.getuid()}/{self.run[:8]}"
+
+    def ports(self, host: str) -> frozenset[int]:
+        """Every port that the plan gives to this host."""
+        plan = self.plan
+        found = {plan.agent_ports[host]}
+        if plan.router_host == host:
+            found.add(split_address(plan.router_bind)[1])
+        for replica in plan.replicas:
+            if replica.host == host:
+                found |= {replica.http_port, replica.data_port or 0, replica.side_port or 0}
+        return frozenset(found - {0})
 
 
 class StateDir:
@@ -171,6 +183,16 @@ def state_home() -> Path:
 def clusters() -> list[StateDir]:
     """Every cluster that this user launched and did not take down."""
     return [StateDir(p.parent) for p in sorted(state_home().glob("*/cluster.json"))]
+
+
+def own_ports(topology: str | os.PathLike[str]) -> frozenset[int]:
+    """Ports that the very cluster of this file listens on now: to `validate` and `plan` they
+    are no clash. Empty where it does not run, or can't be read."""
+    with contextlib.suppress(PdctlError, OSError):
+        record = StateDir.of(declared_name(Path(topology).expanduser())).read()
+        if record is not None:
+            return frozenset().union(*(record.ports(host) for host in record.plan.agent_ports))
+    return frozenset()
 
 
 def resolve(target: str) -> StateDir:

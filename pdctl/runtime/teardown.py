@@ -22,7 +22,6 @@ from pdctl.runtime.events import Emit, LaunchEvent, Stage
 from pdctl.runtime.hosts.interface import Mark, RuntimeHost
 from pdctl.runtime.hosts.local import LocalHost
 from pdctl.runtime.state import ClusterRecord, StateDir
-from pdctl.topology.fields import split_address
 from pdctl.topology.model import Host
 from pdctl.trace import monotonic_s
 
@@ -152,7 +151,7 @@ async def _leftovers(record: ClusterRecord, hosts: Mapping[str, RuntimeHost]) ->
 async def _listening(record: ClusterRecord, host: RuntimeHost) -> list[str]:
     """Ports of the plan that a process younger than the cluster listens on; a closed socket
     may take a moment to go."""
-    wanted = ports_of(record, host.name)
+    wanted = record.ports(host.name)
     until_s = monotonic_s() + PORTS_S
     while True:
         busy = [
@@ -166,18 +165,6 @@ async def _listening(record: ClusterRecord, host: RuntimeHost) -> list[str]:
                 for one in busy
             ]
         await anyio.sleep(LOOK_EVERY_S)
-
-
-def ports_of(record: ClusterRecord, host: str) -> frozenset[int]:
-    """Every port that the plan gives to this host."""
-    plan = record.plan
-    found = {plan.agent_ports[host]}
-    if plan.router_host == host:
-        found.add(split_address(plan.router_bind)[1])
-    for replica in plan.replicas:
-        if replica.host == host:
-            found |= {replica.http_port, replica.data_port or 0, replica.side_port or 0}
-    return frozenset(found - {0})
 
 
 async def _in_thread(function: Callable[..., T], *arguments: object) -> T:

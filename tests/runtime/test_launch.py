@@ -18,7 +18,7 @@ from pdctl.runtime.events import LaunchEvent, Stage
 from pdctl.runtime.hosts.local import LocalHost
 from pdctl.runtime.launch import launch, refuse_running
 from pdctl.runtime.state import ClusterRecord, StateDir
-from pdctl.runtime.teardown import ports_of, take_down
+from pdctl.runtime.teardown import take_down
 
 pytestmark = pytest.mark.anyio
 
@@ -36,7 +36,7 @@ def assert_nothing_left(state: StateDir, record: ClusterRecord) -> None:
     """No process, port, socket, key or record; logs only."""
     assert process.marked(record.run) == []
     listening = {one.port for one in LocalHost().listeners()}
-    assert not listening & ports_of(record, "local")
+    assert not listening & record.ports("local")
     assert not os.path.exists(record.socket_dir)
     assert [p.name for p in state.path.iterdir()] == ["logs"]
     assert all(p.suffix == ".log" for p in state.logs.iterdir())

@@ -9,7 +9,15 @@ from runtime.clusters import written
 
 from pdctl.errors import ClusterError, TopologyError
 from pdctl.runtime import state as module
-from pdctl.runtime.state import StateDir, actor_key, clusters, handoff_key, resolve, state_home
+from pdctl.runtime.state import (
+    StateDir,
+    actor_key,
+    clusters,
+    handoff_key,
+    own_ports,
+    resolve,
+    state_home,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -125,3 +133,17 @@ def test_socket_paths_stay_short(tmp_path: Path) -> None:
     with written(tmp_path) as (_, record):
         assert len(f"{record.socket_dir}/{'h' * 63}.sock") < 104
     assert module.RECORD_FORMAT == 1
+
+
+def test_a_running_clusters_own_ports_are_known_by_its_file(tmp_path: Path) -> None:
+    """`plan` and `validate` of a running cluster see no clash with itself."""
+    file = tmp_path / "topology.toml"
+    with written(tmp_path) as (_, record):
+        launched = StateDir.of(record.cluster)
+        launched.make()
+        launched.write(record)
+    file.write_text(f'name = "{record.cluster}"\n')
+    assert own_ports(file) == record.ports("local")
+    assert {r.http_port for r in record.plan.replicas} < own_ports(file)
+    file.write_text('name = "another"\n')
+    assert own_ports(file) == own_ports(tmp_path / "absent") == frozenset()

@@ -21,7 +21,7 @@ from pdctl.runtime.events import LaunchEvent
 from pdctl.runtime.hosts.interface import Listener, Mark, RuntimeHost
 from pdctl.runtime.hosts.local import LocalHost
 from pdctl.runtime.state import ClusterRecord, StateDir
-from pdctl.runtime.teardown import ports_of, take_down
+from pdctl.runtime.teardown import take_down
 from pdctl.topology.model import Host
 
 pytestmark = pytest.mark.anyio
@@ -169,7 +169,7 @@ async def test_a_port_that_still_listens_is_a_leftover(
     """A younger process on a port of the plan is named; one older than the cluster is not."""
     monkeypatch.setattr(teardown, "PORTS_S", 0.1)
     with written(tmp_path) as (state, record):
-        port = min(ports_of(record, "local"))
+        port = min(record.ports("local"))
         for since, expected in ((time.time() + 60, 1), (record.created_at - 60, 0)):
             host = OddHost([Listener(port=port, pid=4711, since=since)])
             left = await take_down(state, record, lambda event: None, reach=reach_odd(host))

@@ -26,10 +26,11 @@ from pdctl.engines.channel import (
     RouterAssignment,
     RouterReport,
 )
+from pdctl.errors import HostError
 from pdctl.runtime.agent import journal
 from pdctl.runtime.agent.agreement import disagreements
 from pdctl.runtime.agent.channel_server import POLL_S, ChannelServer, Link
-from pdctl.runtime.agent.journal import ROUTER, Journal
+from pdctl.runtime.agent.journal import ROUTER, Entry, Journal
 from pdctl.runtime.agent.lifecycle import SETTLED, Event, Limits, shown
 from pdctl.runtime.agent.orders import Orders
 from pdctl.runtime.agent.supervisor import Supervised
@@ -61,6 +62,7 @@ class Agent:
         self._plans = {r.name: r for r in orders.record.plan.replicas if r.host == self.host}
         self._supervised: dict[str, Supervised] = {}
         self._links: dict[str, Link] = {}
+        self._journalled: tuple[Entry, ...] = ()
 
     # -- life
 
@@ -213,12 +215,17 @@ class Agent:
         """Something that others see has changed: the journal first, then the view."""
         entries = tuple(s.entry() for s in self._supervised.values() if s.incarnation)
         if entries != self._journalled:
-            journal.write(self.orders.journal_path, Journal(entries=entries))
-            self._journalled = entries
+            self._write_down(entries)
         members = tuple(self._member(plan) for plan in self._plans.values())
         self.view.update(members, self._router())
 
-    _journalled: tuple[journal.Entry, ...] = ()
+    def _write_down(self, entries: tuple[Entry, ...]) -> None:
+        """A full disk must not end the agent: without a journal, the run's mark is left."""
+        try:
+            journal.write(self.orders.journal_path, Journal(entries=entries))
+            self._journalled = entries
+        except HostError as error:
+            log.error("%s", error.message)
 
     def _member(self, plan: ReplicaPlan) -> MemberState:
         supervised = self._supervised[plan.name]

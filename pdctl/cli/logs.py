@@ -13,7 +13,7 @@ import typer
 
 from pdctl.cli.launch_view import Prefixes
 from pdctl.errors import UsageError
-from pdctl.runtime.logs import Selection, follow, parse_pattern, parse_since, read
+from pdctl.runtime.logs import Selection, follow, parse_pattern, parse_since, read, sizes
 from pdctl.runtime.state import StateDir, resolve
 
 
@@ -44,10 +44,11 @@ def logs(
     )
     wanted = _chosen(resolve(topology), replicas or [])
     prefixes = Prefixes(list(wanted))
-    for line in read(wanted, selection):
+    ends = sizes(wanted)
+    for line in read(wanted, selection, ends):
         prefixes.show(line.name, line.text)
     if keep_on:
-        anyio.run(partial(_follow, wanted, prefixes, pattern))
+        anyio.run(partial(_follow, wanted, ends, prefixes, pattern))
 
 
 def _chosen(state: StateDir, names: list[str]) -> dict[str, Path]:
@@ -67,7 +68,10 @@ def _chosen(state: StateDir, names: list[str]) -> dict[str, Path]:
 
 
 async def _follow(
-    logs: Mapping[str, Path], prefixes: Prefixes, pattern: re.Pattern[str] | None
+    logs: Mapping[str, Path],
+    starts: Mapping[str, int],
+    prefixes: Prefixes,
+    pattern: re.Pattern[str] | None,
 ) -> None:
-    async for line in follow(logs, pattern=pattern):
+    async for line in follow(logs, pattern=pattern, starts=starts):
         prefixes.show(line.name, line.text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import deque
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -65,20 +66,29 @@ def parse_pattern(text: str) -> re.Pattern[str]:
         raise UsageError(f'--grep "{text}" is not a regular expression: {error}') from None
 
 
-def read(logs: Mapping[str, Path], selection: Selection) -> Iterator[Line]:
-    """The wanted lines of each log, one log after the other.
+def sizes(logs: Mapping[str, Path]) -> dict[str, int]:
+    """Bytes of each log now: where `read` may end and `follow` begin, so that no line is
+    shown twice or never."""
+    return {name: _size(path) for name, path in logs.items()}
+
+
+def read(
+    logs: Mapping[str, Path], selection: Selection, ends: Mapping[str, int] | None = None
+) -> Iterator[Line]:
+    """The wanted lines of each log up to its byte in `ends`, one log after the other.
 
     A line without a time of its own belongs to the line before it.
     """
+    ends = sizes(logs) if ends is None else ends
     for name, path in logs.items():
-        wanted = selected(_lines(path, selection), selection)
+        wanted: Iterable[str] = selected(_lines(path, selection, ends[name]), selection)
         if selection.tail is not None:
-            wanted = wanted[-selection.tail :] if selection.tail else []
-        yield from (Line(name=name, text=text) for text in wanted)
+            wanted = deque(wanted, maxlen=selection.tail)
+        for text in wanted:
+            yield Line(name=name, text=text)
 
 
-def selected(lines: Iterable[str], selection: Selection) -> list[str]:
-    found = []
+def selected(lines: Iterable[str], selection: Selection) -> Iterator[str]:
     recent = selection.since is None
     for line in lines:
         if selection.since is not None:
@@ -86,38 +96,52 @@ def selected(lines: Iterable[str], selection: Selection) -> list[str]:
             if stamp:
                 recent = datetime.fromisoformat(stamp[0]) >= selection.since
         if recent and (selection.pattern is None or selection.pattern.search(line)):
-            found.append(line)
-    return found
+            yield line
 
 
-def _lines(path: Path, selection: Selection) -> Iterable[str]:
-    """All lines, or only so many from the end as `tail` alone asks for."""
-    plain = selection.since is None and selection.pattern is None
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def _lines(path: Path, selection: Selection, end: int) -> Iterator[str]:
+    """Whole lines before byte `end`; only so many as `tail` needs, where it alone decides."""
+    start = 0
     try:
         with path.open("rb") as file:
+            plain = selection.since is None and selection.pattern is None
             if plain and selection.tail is not None:
-                return _last(file.fileno(), selection.tail)
-            return [raw.decode("utf-8", "replace").rstrip("\r\n") for raw in file]
+                start = _start_of_last(file.fileno(), selection.tail, end)
+            file.seek(start)
+            while start < end and (raw := file.readline(end - start)):
+                start += len(raw)
+                yield raw.decode("utf-8", "replace").rstrip("\r\n")
     except FileNotFoundError:
-        return []
+        return
 
 
-def _last(descriptor: int, count: int) -> list[str]:
-    end = os.fstat(descriptor).st_size
-    block = b""
-    while end > 0 and block.count(b"\n") <= count:
-        start = max(0, end - TAIL_BLOCK_BYTES)
-        block = os.pread(descriptor, end - start, start) + block
-        end = start
-    return block.decode("utf-8", "replace").splitlines()[-count:] if count else []
+def _start_of_last(descriptor: int, count: int, end: int) -> int:
+    """Some byte before the last `count` lines, at the start of a block."""
+    start, newlines = end, 0
+    while start > 0 and newlines <= count:
+        block_start = max(0, start - TAIL_BLOCK_BYTES)
+        newlines += os.pread(descriptor, start - block_start, block_start).count(b"\n")
+        start = block_start
+    return start
 
 
 async def follow(
-    logs: Mapping[str, Path], *, pattern: re.Pattern[str] | None = None
+    logs: Mapping[str, Path],
+    *,
+    pattern: re.Pattern[str] | None = None,
+    starts: Mapping[str, int] | None = None,
 ) -> AsyncIterator[Line]:
-    """Lines as they are written from now on; never ends. A log that starts anew is read from
-    its start."""
-    tails = {name: _Tail(path) for name, path in logs.items()}
+    """Lines as they are written from now (or `starts`) on; never ends. A log that starts anew
+    is read from its start."""
+    starts = sizes(logs) if starts is None else starts
+    tails = {name: _Tail(path, starts[name]) for name, path in logs.items()}
     while True:
         for name, tail in tails.items():
             for text in tail.grown():
@@ -129,9 +153,9 @@ async def follow(
 class _Tail:
     """What one file has grown by since the last look."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, offset: int) -> None:
         self._path = path
-        self._offset = path.stat().st_size if path.exists() else 0
+        self._offset = offset
         self._rest = b""
 
     def grown(self) -> list[str]:

@@ -8,7 +8,7 @@ import anyio
 import pytest
 
 from pdctl.errors import UsageError
-from pdctl.runtime.logs import Line, Selection, follow, parse_pattern, parse_since, read
+from pdctl.runtime.logs import Line, Selection, follow, parse_pattern, parse_since, read, sizes
 
 NOW = datetime(2026, 1, 31, 12, 0, 0)
 
@@ -124,3 +124,18 @@ async def test_follow_gives_whole_lines_as_they_come(tmp_path: Path) -> None:
                     await anyio.sleep(0.02)
                 assert [(line.name, line.text) for line in seen] == wanted
             tasks.cancel_scope.cancel()
+
+
+@pytest.mark.anyio
+async def test_reading_then_following_misses_and_repeats_nothing(tmp_path: Path) -> None:
+    """A line that is written between the two is shown once, by the second."""
+    logs = {"p0": tmp_path / "p0.log"}
+    logs["p0"].write_text("one\n")
+    ends = sizes(logs)
+    with logs["p0"].open("a") as file:
+        file.write("two\n")
+    assert [line.text for line in read(logs, Selection(), ends)] == ["one"]
+    with anyio.fail_after(10):
+        async for line in follow(logs, starts=ends):
+            assert line.text == "two"
+            break

@@ -71,8 +71,16 @@ async def test_a_launch_ends_with_every_path_canaried(tmp_path: Path) -> None:
     ("faults", "sentence"),
     [
         ({"d0": "exit"}, 'replica "d0" failed: it exited with status 3'),
-        ({"d0": "wrong_theta", "p0": "forks"}, 'replica "d0" failed: positions.rope_theta'),
-        ({"p0": "never_ready"}, 'not ready within 3 s: replica "p0" is starting'),
+        pytest.param(
+            {"d0": "wrong_theta", "p0": "forks"},
+            'replica "d0" failed: positions.rope_theta',
+            marks=pytest.mark.engine,
+        ),
+        pytest.param(
+            {"p0": "never_ready"},
+            'not ready within 3 s: replica "p0" is starting',
+            marks=pytest.mark.engine,
+        ),
     ],
     ids=["exits at start", "loaded something else", "never ready"],
 )
@@ -95,6 +103,7 @@ async def test_a_failed_launch_leaves_nothing(
         assert_nothing_left(state, record)
 
 
+@pytest.mark.engine
 async def test_an_agent_that_cannot_listen_fails_the_launch(tmp_path: Path) -> None:
     """Its own log is shown, with the reason in it."""
     events: list[LaunchEvent] = []

@@ -54,6 +54,7 @@ def only_logs(state: StateDir) -> bool:
     return [p.name for p in state.path.iterdir()] == ["logs"]
 
 
+@pytest.mark.engine
 async def test_down_through_the_agent(tmp_path: Path) -> None:
     """The agent is asked, ends its replicas and itself; nothing of the run is left."""
     stopped: list[LaunchEvent] = []
@@ -98,6 +99,7 @@ async def test_down_with_an_agent_that_hangs(
         assert process.marked(record.run) == []
 
 
+@pytest.mark.engine
 async def test_a_cancelled_down_goes_on(tmp_path: Path) -> None:
     """R17: taking down is shielded."""
     async with running(tmp_path) as (state, record):

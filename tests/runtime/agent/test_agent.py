@@ -63,6 +63,7 @@ async def test_it_supervises_from_start_to_stop(tmp_path: Path) -> None:
         assert process.marked(record.run, "p0") == []
 
 
+@pytest.mark.engine
 async def test_a_killed_replica_is_started_again(tmp_path: Path) -> None:
     """R61, U35: kill -9 on a replica; the agent brings it back as another incarnation."""
     async with agent(tmp_path) as (_, _record, client):
@@ -101,6 +102,7 @@ async def test_no_secret_is_on_a_command_line_or_in_an_environment(tmp_path: Pat
             assert not [secret for secret in secrets if secret in text]
 
 
+@pytest.mark.engine
 async def test_a_stranger_gets_no_answer(tmp_path: Path) -> None:
     """A caller with another key, or of another run, is not served."""
     async with agent(tmp_path) as (state, record, _client):
@@ -111,6 +113,7 @@ async def test_a_stranger_gets_no_answer(tmp_path: Path) -> None:
             await AgentClient("local", port, "another", state.read_key()).check()
 
 
+@pytest.mark.engine
 async def test_an_unstarted_process_can_not_attach_as_a_replica(tmp_path: Path) -> None:
     """A process that the agent did not start under that name is refused."""
     async with agent(tmp_path) as (_, record, client):
@@ -135,6 +138,7 @@ except PdctlError as error:
 """
 
 
+@pytest.mark.engine
 async def test_sigterm_stops_everything_it_started(tmp_path: Path) -> None:
     """An agent that is told to end takes its replicas with it."""
     async with agent(tmp_path) as (_, record, client):
@@ -182,6 +186,7 @@ async def test_a_new_agent_takes_over_what_the_killed_one_left(tmp_path: Path) -
         assert process.marked(record.run) == []
 
 
+@pytest.mark.engine
 async def test_an_agent_may_leave_its_replicas(tmp_path: Path) -> None:
     """Told to leave them, it ends alone."""
     async with agent(tmp_path) as (_, record, client):
@@ -194,6 +199,7 @@ async def test_an_agent_may_leave_its_replicas(tmp_path: Path) -> None:
         assert [m.pid for m in process.marked(record.run)] == [found.pid]
 
 
+@pytest.mark.engine
 async def test_a_long_poll_waits_for_the_next_version(tmp_path: Path) -> None:
     """R64: `changes` answers when something changed, and at its time-out otherwise."""
     async with agent(tmp_path) as (_, _record, client):

@@ -11,6 +11,9 @@ from pdctl.handoff.lease import Life
 from pdctl.handoff.page import PageGeometry
 from pdctl.handoff.transport.interface import Connection
 
+PART_BYTES = 256 << 10
+"""Received at a time: what is hashed next is still in the core's own cache."""
+
 
 class Link:
     """One thread reads; any thread sends: frames never mix.
@@ -92,17 +95,23 @@ class Link:
         if self._scratch is None:
             self._scratch = memoryview(bytearray(self.geometry.page_bytes))
         piece = self._scratch[: header.length]
-        self._fill(piece, payload=True)
-        wire.check_body(header, piece)
+        check, got = wire.PieceCheck(header), 0
+        while got < header.length:
+            count = self._receive(piece[got : got + PART_BYTES])
+            self.payload_at = self.life.heard_at
+            check.update(piece[got : got + count])
+            got += count
+        check.finish()
         return piece
 
-    def _fill(self, view: memoryview, *, payload: bool = False) -> None:
+    def _fill(self, view: memoryview) -> None:
         got, size = 0, view.nbytes
         while got < size:
-            count = self.connection.recv_into(view[got:])
-            if count == 0:
-                raise PeerLost(f"{self.connection.peer} closed the connection")
-            got += count
-            self.life.heard_at = now = self.clock()
-            if payload:
-                self.payload_at = now
+            got += self._receive(view[got:])
+
+    def _receive(self, view: memoryview) -> int:
+        count = self.connection.recv_into(view)
+        if count == 0:
+            raise PeerLost(f"{self.connection.peer} closed the connection")
+        self.life.heard_at = self.clock()
+        return count

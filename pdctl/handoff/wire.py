@@ -18,7 +18,7 @@ import struct
 from typing import Annotated, Any
 
 import msgspec
-from xxhash import xxh3_64_intdigest
+from xxhash import xxh3_64, xxh3_64_intdigest
 
 from pdctl.errors import ProtocolViolation
 from pdctl.handoff.page import PageGeometry
@@ -220,7 +220,25 @@ def read_header(raw: bytes | bytearray | memoryview, geometry: PageGeometry) -> 
 def check_body(header: Header, body: bytes | memoryview) -> None:
     """Compares the checksum; call it before the body is used."""
     if xxh3_64_intdigest(body, header.seed) != header.checksum:
-        raise ProtocolViolation(f"a {header.kind.name} of room {header.room} was corrupted")
+        raise _corrupted(header)
+
+
+class PieceCheck:
+    """The checksum of a body that comes in parts, each hashed while the cache still has it."""
+
+    def __init__(self, header: Header) -> None:
+        self._header = header
+        self._hash = xxh3_64(seed=header.seed)
+        self.update = self._hash.update
+
+    def finish(self) -> None:
+        """Raises ProtocolViolation where the parts are not what was sent."""
+        if self._hash.intdigest() != self._header.checksum:
+            raise _corrupted(self._header)
+
+
+def _corrupted(header: Header) -> ProtocolViolation:
+    return ProtocolViolation(f"a {header.kind.name} of room {header.room} was corrupted")
 
 
 def read_body(header: Header, body: bytes) -> Message:

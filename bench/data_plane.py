@@ -1,0 +1,312 @@
+"""The handoff's data plane on loopback against a plain copy of the same pages.
+
+Two processes, one TCP connection each way of doing it, by turns in one run:
+
+- plain: `sendall` of each page from the prompt's page memory, `recv_into` one page-sized
+  buffer, then one byte back. No header, no checksum.
+- handoff: a whole handoff of the same pages, already computed, from the receiver's Hello to its
+  Done: checksums on both ends, the same page memory, the same kind of buffer; the engine's sink
+  takes each piece and does nothing with it.
+
+The clock runs in the sending process, from the order to receive until the byte, or Done: the
+handoff's fixed cost is in. The figure is the median of each over several pairs of processes, and
+their ratio. Both ways use the same congestion control: the system's, and cubic where that is
+another one. Target: at least 0.8.
+
+    python bench/data_plane.py [--repetitions 12] [--pairs 4] [--output DIR]
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import multiprocessing
+import platform
+import secrets
+import socket
+import statistics
+import sys
+import time
+from importlib.metadata import version
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pdctl.engines.interface import Leg
+from pdctl.errors import HandoffError
+from pdctl.handoff.counters import CounterBoard
+from pdctl.handoff.identity import Identity
+from pdctl.handoff.page import PageGeometry, Patterns
+from pdctl.handoff.receiver import Receiver, Want
+from pdctl.handoff.sender import Outbound, Sender
+from pdctl.handoff.ticket import mint
+from pdctl.handoff.transport.tcp import TcpListener, TcpTransport
+
+ROOT = Path(__file__).resolve().parent.parent
+TARGET_RATIO = 0.8
+KEY = secrets.token_bytes(32)
+DIGEST = "0" * 64
+TIMEOUT_S = 60.0
+WARM_UPS = 3
+SHAPES = {
+    "smollm2-135m": (PageGeometry(30, 3, 64), 64),
+    "qwen2.5-7b": (PageGeometry(28, 4, 128), 32),
+}
+
+
+class Discard:
+    """A sink that only counts; the page has been received and checked when it gets here."""
+
+    def __init__(self) -> None:
+        self.error: HandoffError | None = None
+
+    def offered(self, tokens: int, deadline: float) -> Want:
+        return Want(tokens=tokens)
+
+    def write(self, page: int, first_layer: int, piece: Patterns) -> None:
+        return
+
+    def commit(self, first_token: int | None) -> None:
+        return
+
+    def abort(self, error: HandoffError) -> None:
+        self.error = error
+
+
+def report(room: int, cause: str, detail: str) -> None:
+    print(f"room {room}: {cause}: {detail}", file=sys.stderr)
+
+
+def prepare(connected: socket.socket, congestion: str) -> None:
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if congestion:
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, congestion.encode())
+
+
+class Listener(TcpListener):
+    def __init__(self, listening: socket.socket, congestion: str) -> None:
+        # accepted connections inherit it
+        prepare(listening, congestion)
+        super().__init__(listening)
+
+
+class Transport(TcpTransport):
+    """TCP as pdctl uses it, with a congestion control of the bench's choice on the side that
+    sends pages."""
+
+    def __init__(self, congestion: str) -> None:
+        self._congestion = congestion
+
+    def listen(self, address: tuple[str, int]) -> TcpListener:
+        return Listener(socket.create_server(address, backlog=8), self._congestion)
+
+
+def receive(orders: Connection, key: bytes, geometry: PageGeometry, plain_port: int) -> None:
+    """The receiving process: obeys ("plain", pages) and ("handoff", leg, tokens) until None."""
+    plain = socket.create_connection(("127.0.0.1", plain_port))
+    prepare(plain, "")
+    scratch = memoryview(bytearray(geometry.page_bytes))
+    receiver = Receiver(
+        Identity("d0", key, DIGEST),
+        geometry,
+        timeout_s=TIMEOUT_S,
+        board=CounterBoard(),
+        on_failed=report,
+    )
+    orders.send("ready")
+    while (order := orders.recv()) is not None:
+        if order[0] == "handoff":
+            receiver.fetch(order[1], range(order[2]), Discard())
+            continue
+        for _ in range(order[1]):
+            got = 0
+            while got < geometry.page_bytes:
+                got += plain.recv_into(scratch[got:])
+        plain.sendall(b"k")
+    receiver.close()
+    plain.close()
+
+
+class Bench:
+    """The sending process."""
+
+    def __init__(self, geometry: PageGeometry, pages: int, congestion: str) -> None:
+        self.geometry = geometry
+        self.pages = pages
+        self.tokens = pages * geometry.page_tokens
+        random = np.random.default_rng(0)
+        self.source = random.integers(0, 1 << 16, (pages, *geometry.shape), dtype=np.uint16)
+        self.sender = Sender(
+            Identity("p0", KEY, DIGEST),
+            geometry,
+            listen=("127.0.0.1", 0),
+            budget_bytes=2 * self.source.nbytes,
+            timeout_s=TIMEOUT_S,
+            board=CounterBoard(),
+            on_failed=report,
+            transport=Transport(congestion),
+        )
+        self.port = self.sender.start()
+        listener = socket.create_server(("127.0.0.1", 0))
+        context = multiprocessing.get_context("spawn")
+        self.orders, theirs = context.Pipe()
+        arguments = (theirs, KEY, geometry, listener.getsockname()[1])
+        self.child = context.Process(target=receive, args=arguments)
+        self.child.start()
+        self.plain, _ = listener.accept()
+        prepare(self.plain, congestion)
+        listener.close()
+        assert self.orders.recv() == "ready"
+
+    def close(self) -> None:
+        self.orders.send(None)
+        self.child.join(TIMEOUT_S)
+        self.sender.close()
+        self.plain.close()
+
+    def both_s(self, *, plain_first: bool) -> tuple[float, float]:
+        """Seconds of a plain copy and of a handoff, from one and the same page memory."""
+        outbound = self._prepared()
+        if plain_first:
+            plain_s = self._plain_s(outbound.pages())
+            return plain_s, self._handoff_s(outbound)
+        # the pages are freed at the end of the handoff: keep them for the plain copy
+        pages = outbound.pages()
+        handoff_s = self._handoff_s(outbound)
+        return self._plain_s(pages), handoff_s
+
+    def _prepared(self) -> Outbound:
+        room = secrets.randbits(62)
+        ticket = mint(KEY, room, "p0", "d0", DIGEST, time.time() + TIMEOUT_S)
+        address = f"127.0.0.1:{self.port}"
+        self.leg = Leg(
+            room=room,
+            ticket=ticket,
+            prefill="p0",
+            decode="d0",
+            sender=address,
+            timeout_s=TIMEOUT_S,
+        )
+        outbound = self.sender.admit(
+            self.leg,
+            range(self.tokens),
+            on_reserved=lambda outbound: None,
+            on_settled=lambda outbound: None,
+        )
+        outbound.pages()[:] = self.source
+        return outbound
+
+    def _plain_s(self, pages: Patterns) -> float:
+        views = [memoryview(page.reshape(-1).view(np.uint8)) for page in pages]
+        began_s = time.perf_counter()
+        self.orders.send(("plain", self.pages))
+        for view in views:
+            self.plain.sendall(view)
+        assert self.plain.recv(1) == b"k"
+        return time.perf_counter() - began_s
+
+    def _handoff_s(self, outbound: Outbound) -> float:
+        outbound.written(self.tokens)
+        outbound.finish(0)
+        began_s = time.perf_counter()
+        self.orders.send(("handoff", self.leg, self.tokens))
+        assert outbound.settled.wait(TIMEOUT_S)
+        took_s = time.perf_counter() - began_s
+        if outbound.error is not None:
+            raise outbound.error
+        return took_s
+
+
+def measured(name: str, congestion: str, repetitions: int, pairs: int) -> dict[str, Any]:
+    geometry, pages = SHAPES[name]
+    samples: list[tuple[float, float]] = []
+    for _ in range(pairs):
+        bench = Bench(geometry, pages, congestion)
+        try:
+            taken = [bench.both_s(plain_first=i % 2 == 0) for i in range(repetitions + WARM_UPS)]
+        finally:
+            bench.close()
+        samples += taken[WARM_UPS:]
+    size = pages * geometry.page_bytes
+    plain_s = statistics.median(plain for plain, _ in samples)
+    handoff_s = statistics.median(handoff for _, handoff in samples)
+    return {
+        "shape": name,
+        "page_bytes": geometry.page_bytes,
+        "pages": pages,
+        "congestion": congestion or default_congestion(),
+        "repetitions": len(samples),
+        "plain_s": plain_s,
+        "handoff_s": handoff_s,
+        "plain_gb_per_s": size / plain_s / 1e9,
+        "handoff_gb_per_s": size / handoff_s / 1e9,
+        "ratio": plain_s / handoff_s,
+        "paired_ratio": statistics.median(plain / handoff for plain, handoff in samples),
+        "samples_s": samples,
+    }
+
+
+def default_congestion() -> str:
+    """The system's; cubic where Python can't ask, as on macOS."""
+    if not hasattr(socket, "TCP_CONGESTION"):
+        return "cubic"
+    with socket.socket() as one:
+        raw = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+    return raw.rstrip(bytes(1)).decode()
+
+
+def cpu_model() -> str:
+    path = Path("/proc/cpuinfo")
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--repetitions", type=int, default=12)
+    parser.add_argument("--pairs", type=int, default=4, help="pairs of processes")
+    parser.add_argument("--output", type=Path, default=ROOT / "bench" / "results")
+    parser.add_argument("--shape", choices=sorted(SHAPES), action="append")
+    options = parser.parse_args()
+    controls = ["", "cubic"] if default_congestion() != "cubic" else [""]
+    results = [
+        measured(name, congestion, options.repetitions, options.pairs)
+        for name in options.shape or SHAPES
+        for congestion in controls
+    ]
+    for each in results:
+        print(
+            f"{each['shape']}, {each['congestion']}: "
+            f"{each['pages']} pages of {each['page_bytes']} B: "
+            f"plain {each['plain_gb_per_s']:.2f} GB/s, "
+            f"handoff {each['handoff_gb_per_s']:.2f} GB/s, "
+            f"ratio {each['ratio']:.2f} (paired {each['paired_ratio']:.2f}, "
+            f"target {TARGET_RATIO})"
+        )
+    today = datetime.date.today().isoformat()
+    result = {
+        "date": today,
+        "method": __doc__,
+        "target_ratio": TARGET_RATIO,
+        "cpu": cpu_model(),
+        "cpus": multiprocessing.cpu_count(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "versions": {name: version(name) for name in ("pdctl", "numpy", "msgspec", "xxhash")},
+        "results": results,
+    }
+    options.output.mkdir(parents=True, exist_ok=True)
+    path = options.output / f"{today}-data-plane.json"
+    path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    print(path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -55,9 +55,9 @@ def _section(
     for event in LISTED:
         after_each = {table[key] for key in table if key[1] is event}
         where = "stays" if event is Event.RENEW else f"→ {after_each.pop().value}"
-        befores = ", ".join(before.value for before, each in table if each is event)
+        earlier = ", ".join(before.value for before, each in table if each is event)
         mark = "*" if event in local else ""
-        lines.append(f"- {event.value}{mark} {where}, in: {befores}")
+        lines.append(f"- {event.value}{mark} {where}, in: {earlier}")
     return "\n".join([*lines, ""])
 
 

@@ -303,7 +303,8 @@ def test_the_deadline_passes(stall):
         stall(at)
         for each in (at.outbound, at.inbound):
             if each is not None:
-                each._deadline.timeout_s = 3.0
+                deadline = each.deadline if each is at.inbound else each._deadline
+                deadline.timeout_s = 3.0
         clock.now += 3.0
         ends.sender.check()
         ends.receiver.check()

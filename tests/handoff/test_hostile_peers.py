@@ -427,7 +427,7 @@ def test_progress_that_is_only_computed_renews_the_receivers_deadline():
         with fake.accept() as link:
             room = hear_hello(link)
             for step in range(30):
-                seen = Once(inbound._deadline, "progressed")
+                seen = Once(inbound.deadline, "progressed")
                 link.send(wire.Renew(tokens=step + 1), room)
                 seen.wait()
                 clock.now += 2.0

@@ -1,0 +1,161 @@
+"""What a receiver does with each message: the thread that reads one handoff's connection."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+
+from pdctl.errors import (
+    HandoffError,
+    PeerLost,
+    ProtocolViolation,
+    TokensDiffer,
+    handoff_error,
+)
+from pdctl.handoff import wire
+from pdctl.handoff.assembly import Assembly
+from pdctl.handoff.link import Link
+from pdctl.handoff.page import PATTERN
+from pdctl.handoff.sink import PageSink, Want
+from pdctl.handoff.state import Event
+
+if TYPE_CHECKING:
+    from pdctl.handoff.inbound import Inbound
+
+log = logging.getLogger("pdctl.handoff")
+
+Result = TypeVar("Result")
+
+
+class Reading:
+    """Reads until everything is committed, or raises what ended the handoff."""
+
+    def __init__(self, inbound: Inbound, sink: PageSink, clock: Callable[[], float]) -> None:
+        self._inbound = inbound
+        self._leg = inbound.leg
+        self._room = inbound.room
+        self._sink = sink
+        self._clock = clock
+        self._sender_tokens = 0
+        self._assembly: Assembly | None = None
+        self._allocating: threading.Thread | None = None
+
+    def join(self) -> None:
+        """Waits for the engine's allocation where it is under way (R10)."""
+        if self._allocating is not None:
+            self._allocating.join()
+
+    def exchange(self, link: Link, digest: str) -> None:
+        self._inbound.on(Event.HELLO)
+        hello = wire.Hello(decode=self._leg.decode, ticket=self._leg.ticket)
+        link.send(hello, self._room, fingerprint=digest)
+        while True:
+            header = link.read_header()
+            if header.room != self._room and header.kind is not wire.Kind.RENEW:
+                raise ProtocolViolation(f"the sender sent {header.kind.name} of room {header.room}")
+            if header.kind is wire.Kind.PAGES:
+                self._piece(link, header)
+                continue
+            message = link.read_message(header)
+            if isinstance(message, wire.Renew):
+                self._renewed(message)
+            elif isinstance(message, wire.Abort):
+                detail = f"{self._leg.prefill}: {message.detail}"
+                self._inbound.aborted(handoff_error(message.cause, detail))
+            elif isinstance(message, wire.Offer):
+                self._offered(link, message)
+            elif isinstance(message, wire.End):
+                self._landed(message)
+                return
+            else:
+                raise ProtocolViolation(f"the sender sent {header.kind.name} out of order")
+
+    def _renewed(self, message: wire.Renew) -> None:
+        """Progress of the sender's computing, where there is any, renews the deadline."""
+        self._inbound.on(Event.RENEW)
+        if message.tokens > self._sender_tokens:
+            self._sender_tokens = message.tokens
+            self._inbound.deadline.progressed(self._clock())
+
+    def _offered(self, link: Link, offer: wire.Offer) -> None:
+        inbound = self._inbound
+        inbound.on(Event.OFFER)
+        if (offer.tokens, offer.token_sha256) != (inbound.tokens, inbound.token_sha256):
+            raise TokensDiffer(
+                f"{self._leg.prefill} made {offer.tokens} tokens of the prompt, "
+                f"{self._leg.decode} {inbound.tokens}",
+                hint="compare tokenizer and chat template of the two replicas",
+            )
+        inbound.deadline.progressed(self._clock())
+        name = f"pdctl-fetch-{self._room:x}-offer"
+        self._allocating = threading.Thread(
+            target=self._allocate, args=(link,), name=name, daemon=True
+        )
+        self._allocating.start()
+
+    def _allocate(self, link: Link) -> None:
+        """Its own thread: the reading one must notice when the sender goes meanwhile."""
+        inbound = self._inbound
+        try:
+            want = self._engine(lambda: self._sink.offered(inbound.tokens, inbound.deadline.at))
+            self._assembly = Assembly(link.geometry, want, inbound.tokens)
+            inbound.want = want
+            inbound.on(Event.GRANT)
+            inbound.deadline.progressed(self._clock())
+            self._send_grant(link, want)
+        except HandoffError as error:
+            inbound.give_up(error)
+        # this thread's boundary
+        except Exception as error:
+            log.exception("room=%s the receiver's session failed", self._room)
+            inbound.give_up(HandoffError(f"the receiver failed: {error!r}"))
+
+    def _send_grant(self, link: Link, want: Want) -> None:
+        grant = wire.Grant(
+            tokens=want.tokens, held_tokens=want.held_tokens, first_token=want.first_token
+        )
+        try:
+            link.send(grant, self._room)
+        except PeerLost:
+            # the reading thread learns why: an Abort may have come before the connection broke
+            log.debug("room=%s the connection broke before the grant", self._room)
+
+    def _piece(self, link: Link, header: wire.Header) -> None:
+        self._inbound.on(Event.PAGES)
+        assert self._assembly is not None
+        self._assembly.take(header)
+        raw = link.read_piece(header)
+        self._inbound.received_bytes += raw.nbytes
+        shape = (header.layers, *link.geometry.shape[1:])
+        piece = np.frombuffer(raw, dtype=PATTERN).reshape(shape)
+        self._engine(lambda: self._sink.write(header.page, header.first_layer, piece))
+
+    def _landed(self, end: wire.End) -> None:
+        self._inbound.on(Event.END)
+        assert self._assembly is not None
+        first_token = self._assembly.complete(end)
+        # from here on a cancel comes too late
+        self._inbound.on(Event.COMMIT)
+        try:
+            self._engine(lambda: self._sink.commit(first_token))
+        except HandoffError as error:
+            self._inbound.commit_failed(error)
+            raise
+        self._inbound.on(Event.DONE)
+
+    def _engine(self, call: Callable[[], Result]) -> Result:
+        """One call of the sink; not made once the handoff is over."""
+        if self._inbound.error is not None:
+            raise self._inbound.error
+        try:
+            return call()
+        except HandoffError:
+            raise
+        # the engine may raise anything: this handoff fails, others go on (R34)
+        except Exception as error:
+            log.exception("room=%s the decode engine failed", self._room)
+            raise HandoffError(f"the decode engine {self._leg.decode} failed: {error!r}") from error

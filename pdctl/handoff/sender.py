@@ -122,6 +122,8 @@ class Sender:
         except HandoffError as error:
             outbound.on_settled = None
             outbound.fail(error)
+            # nothing was sent yet: counters and budget are right before the caller knows
+            outbound.settle()
             raise
         if self._closing.is_set():
             outbound.fail(HandoffCancelled("the sender is closing"))

@@ -33,7 +33,7 @@ test: $(STAMP)  ## the quick tests and the checks: no GPU, no network, no engine
 
 test-engines: $(STAMP)  ## the suites that drive real engines
 	$(BIN)/pdctl demo-model
-	$(BIN)/python -m pytest -m engine
+	$(BIN)/python -m pytest -m "engine and not slow" tests/engine tests/e2e/test_kills.py tests/e2e/test_mismatch.py tests/e2e/test_bench.py
 
 test-pinned: $(STAMP) $(PINNED_STAMP)  ## the engine suites on the oldest supported mlx-lm
 	PDCTL_TEST_MLX_PYTHON=$(CURDIR)/$(PINNED)/bin/python $(BIN)/python -m pytest -m "engine and not slow" tests/engine
@@ -52,7 +52,6 @@ format: $(STAMP)  ## lets ruff mend what it can
 bench: $(STAMP)  ## the measured claims: data plane, router, handoff (writes bench/results/)
 	$(BIN)/python bench/data_plane.py
 	$(BIN)/python bench/router_ttft.py
-	$(BIN)/python bench/handoff_fixed_cost.py
 
 clean:  ## what the targets made; models and results stay
 	rm -rf $(VENV) $(PINNED) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -112,7 +112,7 @@ def pair(topology: Path) -> dict[str, int]:
 
 
 def page_bytes(topology: Path) -> int:
-    return int(read("plan", topology)["page_bytes"])
+    return int(read("plan", topology)["plan"]["page_bytes"])
 
 
 def read(verb: str, topology: Path) -> dict[str, Any]:

@@ -19,6 +19,7 @@ def status(roster: Roster, *, fresh: bool) -> dict[str, Any]:
     return {
         "cluster": roster.plan.cluster,
         "model": roster.plan.model,
+        "page_bytes": roster.plan.page_bytes,
         "fresh": fresh,
         "replicas": [_replica(seat, roster) for seat in roster.seats()],
         "pairs": [_pair(state, roster) for state in roster.pair_states()],

@@ -8,7 +8,7 @@ PINNED := .venv-mlx-pinned
 PINNED_STAMP := $(PINNED)/.stamp
 PIP := -m pip --disable-pip-version-check --quiet
 
-.PHONY: demo test test-engines test-pinned check format bench clean help
+.PHONY: demo test test-engines test-soak test-pinned check format bench clean help
 
 help:  ## what each target does
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /	/' | expand -t 16
@@ -33,7 +33,10 @@ test: $(STAMP)  ## the quick tests and the checks: no GPU, no network, no engine
 
 test-engines: $(STAMP)  ## the suites that drive real engines
 	$(BIN)/pdctl demo-model
-	$(BIN)/python -m pytest -m "engine and not slow" tests/engine tests/e2e/test_kills.py tests/e2e/test_mismatch.py tests/e2e/test_bench.py
+	$(BIN)/python -m pytest -m "engine and not slow" tests/engine tests/e2e
+
+test-soak: $(STAMP)  ## two minutes of 16 clients, then 200 cancelled requests
+	$(BIN)/python -m pytest -m "engine and slow" -s tests/e2e/test_soak.py
 
 test-pinned: $(STAMP) $(PINNED_STAMP)  ## the engine suites on the oldest supported mlx-lm
 	PDCTL_TEST_MLX_PYTHON=$(CURDIR)/$(PINNED)/bin/python $(BIN)/python -m pytest -m "engine and not slow" tests/engine

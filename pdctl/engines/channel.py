@@ -172,6 +172,8 @@ class Members(Message, frozen=True, kw_only=True):
     """Of the Refresh that this answers; 0 for a push."""
     failures: tuple[Failed, ...] = ()
     """The latest failures, newest last, bounded; the router names causes from them."""
+    draining: bool = False
+    """The router itself is to take no new request; running ones go on."""
 
 
 class PairState(msgspec.Struct, frozen=True, kw_only=True):
@@ -182,6 +184,8 @@ class PairState(msgspec.Struct, frozen=True, kw_only=True):
     transport: str
     state: str
     cause: str | None = None
+    incarnations: tuple[int, ...] = ()
+    """Of prefill and decode, for which this holds; -1 for one that was never heard of."""
 
 
 class PairStates(Message, frozen=True, kw_only=True):
@@ -204,6 +208,11 @@ class RouterReport(Message, frozen=True, kw_only=True):
     requests_active: int
     requests_total: int
     requests_failed: int
+    active: dict[str, int] = {}
+    """Requests that run on each replica now, by name; canaries too."""
+    draining: tuple[str, ...] = ()
+    """Replicas, or "router", that it knows to be draining: no request that it takes from
+    now on goes there."""
 
 
 FromEngine = Attach | Ready | Failed | Report

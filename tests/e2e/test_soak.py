@@ -19,24 +19,35 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 CLIENTS = 16
 SOAK_S = float(os.environ.get("PDCTL_TEST_SOAK_S", "120"))
 CANCELS = 200
-PROMPTS = 24
+PROMPTS = 16
 OUTPUT_TOKENS = 12
+CLEAR_GAP = 0.15
+"""Nats between the best token and the next, at every step of a reference answer. Rounding
+float32 keys and values to 16-bit pages moves this random model's logits by up to 0.07."""
 
 
 @pytest.fixture(scope="module")
 def answers(llama: Cluster, checkpoints: dict[str, Path]) -> dict[str, str]:
-    """Prompt → the text of the ordinary replica."""
+    """Prompt → the text of the ordinary replica, where no step of it is nearly a tie."""
     rng = random.Random(0)
-    prompts = [
-        exact_prompt(checkpoints["llama"], rng.randrange(20, 260), seed=100 + i)
-        for i in range(PROMPTS)
-    ]
-    return {p: text_alone(llama, p) for p in prompts}
+    found: dict[str, str] = {}
+    for seed in range(100, 100 + 10 * PROMPTS):
+        prompt = exact_prompt(checkpoints["llama"], rng.randrange(20, 260), seed=seed)
+        text, gap = answer_alone(llama, prompt)
+        if gap >= CLEAR_GAP:
+            found[prompt] = text
+        if len(found) == PROMPTS:
+            return found
+    raise AssertionError(f"only {len(found)} prompts have clear answers")
 
 
-def text_alone(cluster: Cluster, prompt: str) -> str:
-    answer = cluster.completion(prompt, "o0", max_tokens=OUTPUT_TOKENS, pdctl_cache=False)
-    return str(answer.json()["choices"][0]["text"])
+def answer_alone(cluster: Cluster, prompt: str) -> tuple[str, float]:
+    """The text, and the smallest gap (nats) between a step's best token and its next."""
+    body = {"max_tokens": OUTPUT_TOKENS, "logprobs": True, "top_logprobs": 2, "pdctl_cache": False}
+    choice = cluster.completion(prompt, "o0", **body).json()["choices"][0]
+    steps = [sorted(t["logprob"] for t in s["top_logprobs"]) for s in choice["logprobs"]["content"]]
+    assert all(len(step) == 2 for step in steps)
+    return str(choice["text"]), min(step[1] - step[0] for step in steps)
 
 
 def footprint(cluster: Cluster) -> dict[str, tuple[int, int]]:

@@ -36,6 +36,10 @@ class AgentActor(xoscar.StatelessActor):  # type: ignore[misc]
         """Answers when nothing of it is left, or it is known to be stuck; bounded."""
         await self._agent.stop(name)
 
+    async def drain(self, name: str, undo: bool) -> bool:
+        """Whether it was draining before; answers at once."""
+        return self._agent.drain(name, undo=undo)
+
     async def snapshot(self, fresh: bool) -> bytes:
         """A `Snapshot`; `fresh` asks every process for its counters first, about 1 s."""
         return encode(await self._agent.snapshot(fresh=fresh))

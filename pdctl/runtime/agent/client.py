@@ -45,6 +45,14 @@ class AgentClient:
     async def stop(self, name: str, timeout_s: float) -> None:
         await self._call("stop", name, timeout_s=timeout_s)
 
+    async def drain(self, name: str, *, undo: bool = False) -> bool:
+        """No new request for a replica, or for "router"; `undo` opens it again.
+
+        Returns:
+            Whether it was draining before.
+        """
+        return bool(await self._call("drain", name, undo))
+
     async def snapshot(self, *, fresh: bool = False) -> Snapshot:
         raw = await self._call("snapshot", fresh)
         return cast(Snapshot, decode(raw, Snapshot))

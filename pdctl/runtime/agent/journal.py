@@ -32,6 +32,8 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     """What it said when it became ready; None where it has not, or is a router."""
     attached: bool = False
     """It was ready."""
+    drained: bool = False
+    """It is to get no new request."""
 
 
 class Journal(msgspec.Struct, frozen=True, kw_only=True):

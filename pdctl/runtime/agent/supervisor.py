@@ -67,6 +67,8 @@ class Supervised:
         self.incarnation = 0
         self.restarts = 0
         self.ready: Ready | None = None
+        self.drained = False
+        """It is to get no new request, through all restarts, until that is undone."""
         self._order = order
         self._tasks = tasks
         self._changed = changed
@@ -92,6 +94,7 @@ class Supervised:
 
     def adopt(self, entry: Entry) -> None:
         """Takes over what an earlier agent started, alive or not. Before `run`."""
+        self.drained = entry.drained
         if entry.mark is None:
             return
         self.mark, self.started_at = entry.mark, entry.started_at
@@ -102,6 +105,12 @@ class Supervised:
         else:
             self._enter(State.STARTING)
         self._tasks.start_soon(self._watch, entry.mark, None, entry.incarnation)
+
+    def drain(self, *, undo: bool) -> bool:
+        """Returns whether it was drained before."""
+        before, self.drained = self.drained, not undo
+        self._changed()
+        return before
 
     async def settle(self, states: frozenset[State]) -> None:
         """Waits until it is in one of these states. Unbounded: put a deadline around it."""
@@ -119,6 +128,7 @@ class Supervised:
             wanted=not stopped and self.state is not State.FAILED,
             ready=self.ready,
             attached=self.state in (State.READY, State.DETACHED),
+            drained=self.drained,
         )
 
     # -- the driver

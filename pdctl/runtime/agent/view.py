@@ -19,6 +19,13 @@ KEPT_FAILURES = 256
 """The latest failed handoffs that the router can name a cause from."""
 
 NO_COUNTS = Counters()
+NO_REQUESTS: dict[str, Any] = {
+    "requests_active": 0,
+    "requests_total": 0,
+    "requests_failed": 0,
+    "active": {},
+    "draining": (),
+}
 
 
 class RouterState(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,6 +40,9 @@ class RouterState(msgspec.Struct, frozen=True, kw_only=True):
     requests_active: int = 0
     requests_total: int = 0
     requests_failed: int = 0
+    active: dict[str, int] = {}
+    draining: tuple[str, ...] = ()
+    """Both as in RouterReport."""
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,7 +127,7 @@ def _without_counts(members: tuple[MemberState, ...], router: RouterState | None
     replace = msgspec.structs.replace
     return (
         tuple(replace(member, counters=NO_COUNTS) for member in members),
-        router and replace(router, requests_active=0, requests_total=0, requests_failed=0),
+        router and replace(router, **NO_REQUESTS),
     )
 
 

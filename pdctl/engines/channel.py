@@ -126,7 +126,8 @@ class Report(Message, frozen=True, kw_only=True):
 class MemberState(msgspec.Struct, frozen=True, kw_only=True):
     """One replica as its agent sees it.
 
-    state: "starting" | "ready" | "draining" | "backoff" | "stopped" | "failed"
+    state: "starting" | "ready" | "draining" | "backoff" | "stopped" | "failed" |
+    "unreachable" (its host's agent can't be asked, or the SSH connection is down)
     """
 
     name: str
@@ -142,8 +143,11 @@ class MemberState(msgspec.Struct, frozen=True, kw_only=True):
     restarts: int = 0
     http_host: str = "127.0.0.1"
     http_port: int = 0
+    """As the router reaches it: the near end of the forward where it runs on another host."""
     data_host: str = "127.0.0.1"
     data_port: int | None = None
+    clock_offset_s: float = 0.0
+    """Its host's clock minus the router's, as last measured: tickets expire on P's clock."""
     incarnation: int = 0
     """Raised at every start: a pair's canary holds for one incarnation of both ends."""
     engine_version: str | None = None

@@ -36,6 +36,9 @@ class ReplicaPlan(msgspec.Struct, frozen=True, kw_only=True):
     compute_dtype: ComputeDtype
     http_host: str = "127.0.0.1"
     http_port: int
+    route_port: int | None = None
+    """Near end, on the router's host, of the SSH forward to `http_port`; None where the
+    replica runs on that host."""
     data_host: str = "127.0.0.1"
     """Address that other hosts dial; loopback where every peer is on the same host."""
     data_port: int | None = None
@@ -166,6 +169,7 @@ def peers(topology: Topology, replica: Replica) -> tuple[Replica, ...]:
 
 def _replica(topology: Topology, replica: Replica, ports: _Ports) -> ReplicaPlan:
     sends = replica.role is Role.PREFILL
+    http_port = replica.http_port or ports.assign()
     return ReplicaPlan(
         name=replica.name,
         host=replica.host,
@@ -174,7 +178,8 @@ def _replica(topology: Topology, replica: Replica, ports: _Ports) -> ReplicaPlan
         model=replica.model,
         dtype=topology.model.dtype,
         compute_dtype=replica.compute_dtype or ComputeDtype(topology.model.dtype),
-        http_port=replica.http_port or ports.assign(),
+        http_port=http_port,
+        route_port=None if replica.host == topology.router.host else ports.assign(),
         data_host=_data_host(topology, replica),
         data_port=(replica.data_port or ports.assign()) if sends else None,
         side_port=replica.side_port,

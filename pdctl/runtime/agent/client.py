@@ -1,12 +1,19 @@
-"""Calls to one agent, bounded, with foreign failures translated."""
+"""Calls to one agent, bounded, with foreign failures translated.
+
+Two ways lead to an agent: straight to its port, from its own host; or by relay, through the
+connection to its host, whose far end asks it there. An agent's port never crosses hosts.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import os
-from typing import Any, cast
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, Protocol, cast
 
-from pdctl.errors import AgentLost
+from pdctl.errors import AgentLost, HostError
 from pdctl.runtime.agent.view import Snapshot, decode
 from pdctl.runtime.process import ACTOR_KEY_ENV
 from pdctl.runtime.state import actor_key
@@ -14,21 +21,20 @@ from pdctl.runtime.state import actor_key
 UID = "agent"
 CALL_S = 5.0
 LONG_POLL_S = 25.0
+RELAY_S = 5.0
+"""On top of a call's own time, for the way there and back."""
 
 
-class AgentClient:
-    """One agent, by its port on loopback. Use within one event loop.
+class AgentCalls(ABC):
+    """What an agent can be asked (`actor.AgentActor`). Use within one event loop.
 
     Every method raises AgentLost when it does not answer in time, speaks with another key, or
-    is the agent of another run.
+    is the agent of another run; KeyError for a name that it does not know.
     """
 
-    def __init__(self, host: str, port: int, run: str, key: str) -> None:
+    def __init__(self, host: str, run: str) -> None:
         self.host = host
-        self._address = f"127.0.0.1:{port}"
         self._run = run
-        self._key = actor_key(key)
-        self._reference: Any = None
 
     async def check(self, timeout_s: float = CALL_S) -> None:
         """Whether this run's agent answers."""
@@ -66,6 +72,22 @@ class AgentClient:
     async def shutdown(self, *, leave: bool = False) -> None:
         await self._call("shutdown", leave)
 
+    @abstractmethod
+    async def _call(self, method: str, *arguments: object, timeout_s: float = CALL_S) -> Any: ...
+
+    def _lost(self, why: str) -> AgentLost:
+        return AgentLost(f'the agent of host "{self.host}" does not answer ({why})')
+
+
+class AgentClient(AgentCalls):
+    """Straight to an agent of this machine, by its port on loopback."""
+
+    def __init__(self, host: str, port: int, run: str, key: str) -> None:
+        super().__init__(host, run)
+        self._address = f"127.0.0.1:{port}"
+        self._key = actor_key(key)
+        self._reference: Any = None
+
     async def _call(self, method: str, *arguments: object, timeout_s: float = CALL_S) -> Any:
         os.environ[ACTOR_KEY_ENV] = self._key
         _quieten(asyncio.get_running_loop())
@@ -83,8 +105,33 @@ class AgentClient:
         except (OSError, EOFError, XoscarError) as error:
             raise self._lost(str(error) or type(error).__name__) from error
 
-    def _lost(self, why: str) -> AgentLost:
-        return AgentLost(f'the agent of host "{self.host}" does not answer ({why})')
+
+class Relaying(Protocol):
+    """A host whose far end asks its agent there."""
+
+    def relay(
+        self, state_dir: str, method: str, arguments: Sequence[object], timeout_s: float
+    ) -> concurrent.futures.Future[Any]:
+        """The agent's answer; AgentLost or HostError in it where there is none."""
+        ...
+
+
+class RelayedAgent(AgentCalls):
+    """By relay to the agent whose state lies in `state_dir` on another host."""
+
+    def __init__(self, host: str, run: str, relaying: Relaying, state_dir: str) -> None:
+        super().__init__(host, run)
+        self._relaying = relaying
+        self._state_dir = state_dir
+
+    async def _call(self, method: str, *arguments: object, timeout_s: float = CALL_S) -> Any:
+        answer = self._relaying.relay(self._state_dir, method, arguments, timeout_s)
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(answer), timeout_s + RELAY_S)
+        except TimeoutError:
+            raise self._lost(f"no answer within {timeout_s + RELAY_S:g} s") from None
+        except HostError as error:
+            raise self._lost(error.message) from error
 
 
 def _quieten(loop: asyncio.AbstractEventLoop) -> None:

@@ -45,6 +45,21 @@ class RouterState(msgspec.Struct, frozen=True, kw_only=True):
     """Both as in RouterReport."""
 
 
+class HostState(msgspec.Struct, frozen=True, kw_only=True):
+    """Another host, as the keeper sees it.
+
+    state: "connecting" | "starting" (its agent) | "ready" | "unreachable"
+    """
+
+    name: str
+    state: str
+    cause: str | None = None
+    round_trip_s: float | None = None
+    clock_offset_s: float | None = None
+    """Its clock minus the keeper's."""
+    agent_restarts: int = 0
+
+
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """One agent's whole picture, as it travels to `up` and `ps`."""
 
@@ -57,6 +72,10 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     pairs: tuple[PairState, ...] = ()
     replicas: tuple[PairState, ...] = ()
     """Ordinary replicas' canaries."""
+    hosts: tuple[HostState, ...] = ()
+    """Every host but this one; empty but on the keeper."""
+    failures: tuple[Failed, ...] = ()
+    """The latest failed handoffs on this host, newest last."""
 
 
 class View:
@@ -66,17 +85,32 @@ class View:
         self.version = 1
         self.members: tuple[MemberState, ...] = ()
         self.router: RouterState | None = None
+        self.hosts: tuple[HostState, ...] = ()
         self.announced = PairStates(url="", pairs=())
+        self.elsewhere: tuple[Failed, ...] = ()
+        """Other hosts' failures, as last heard."""
         self._failures: deque[Failed] = deque(maxlen=KEPT_FAILURES)
         self._changed = anyio.Event()
 
-    def update(self, members: tuple[MemberState, ...], router: RouterState | None) -> None:
-        """Takes the present picture. Counters alone make no new version: whoever wants those
-        asks."""
-        before = _without_counts(self.members, self.router)
+    def update(
+        self,
+        members: tuple[MemberState, ...],
+        router: RouterState | None,
+        hosts: tuple[HostState, ...] = (),
+        elsewhere: tuple[Failed, ...] = (),
+    ) -> None:
+        """Takes the present picture. Counters and measurements alone make no new version:
+        whoever wants those asks."""
+        before = self._telling()
         self.members, self.router = members, router
-        if _without_counts(members, router) != before:
+        self.hosts, self.elsewhere = hosts, elsewhere
+        if self._telling() != before:
             self._bump()
+
+    def _telling(self) -> object:
+        replace = msgspec.structs.replace
+        hosts = (replace(h, round_trip_s=None, clock_offset_s=None) for h in self.hosts)
+        return _without_counts(self.members, self.router), tuple(hosts), self.elsewhere
 
     def announce(self, states: PairStates) -> None:
         if states != self.announced:
@@ -94,7 +128,7 @@ class View:
         return Members(
             version=self.version,
             members=self.members,
-            failures=tuple(self._failures),
+            failures=(*self.elsewhere, *self._failures),
             seq=seq,
         )
 
@@ -110,6 +144,8 @@ class View:
             router=router,
             pairs=self.announced.pairs,
             replicas=self.announced.replicas,
+            hosts=self.hosts,
+            failures=tuple(self._failures),
         )
 
     async def changed(self, after: int) -> None:

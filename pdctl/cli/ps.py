@@ -10,8 +10,7 @@ import msgspec
 import typer
 
 from pdctl.cli import render
-from pdctl.errors import ClusterError
-from pdctl.runtime.state import resolve
+from pdctl.runtime.state import running
 from pdctl.runtime.status import Status, status
 from pdctl.topology.sizes import approximate_size
 
@@ -37,12 +36,7 @@ def ps(
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
     """Show replicas, router and pairs: state, pid, uptime, restarts, handoffs, tokens."""
-    state = resolve(topology)
-    record = state.read()
-    if record is None:
-        raise ClusterError(
-            f'cluster "{state.path.name}" is not running', hint="`pdctl up` launches it"
-        )
+    state, record = running(topology)
     found = anyio.run(partial(status, state, record))
     if as_json:
         render.print_json(msgspec.to_builtins(found))
@@ -58,7 +52,7 @@ def _show(found: Status) -> None:
     console = render.stdout()
     console.print(f"{found.cluster}: {found.phase}, {found.url or 'no router yet'}")
     table = Table(*COLUMNS.values(), box=None, pad_edge=False)
-    for r in [*found.replicas, {"name": "router", **found.router}]:
+    for r in [*map(_busiest, found.replicas), {"name": "router", **found.router}]:
         table.add_row(*(_span(r.get(k)) if k == "uptime_s" else _text(r.get(k)) for k in COLUMNS))
     console.print(table)
     if found.pairs:
@@ -87,6 +81,13 @@ def _pairs(pairs: list[dict[str, Any]]) -> Any:
             "" if moved is None else approximate_size(moved),
         )
     return table
+
+
+def _busiest(row: dict[str, Any]) -> dict[str, Any]:
+    """As active counts what either the engine or the router still has there: what `drain`
+    waits for."""
+    counts = [row[k] for k in ("requests_active", "routed_active") if row.get(k) is not None]
+    return {**row, "requests_active": max(counts, default=None)}
 
 
 def _name(row: dict[str, Any]) -> str:

@@ -5,10 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from types import FrameType
+from typing import TypeVar
+
+import anyio
 
 from pdctl.errors import InterruptedLaunch
+
+T = TypeVar("T")
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -51,6 +56,19 @@ class Interruption:
         self.name = number.name
         if self._act is not None:
             self._act()
+
+
+async def interruptible(work: Callable[[], Awaitable[T]]) -> T:
+    """Runs `work`, which a signal cancels.
+
+    Raises:
+        InterruptedLaunch: it was interrupted before it was done.
+    """
+    interruption = Interruption()
+    with interruption.watching(), anyio.CancelScope() as scope:
+        interruption.cancels(scope.cancel)
+        return await work()
+    raise InterruptedLaunch(f"interrupted by {interruption.name}")
 
 
 @contextlib.contextmanager

@@ -219,6 +219,21 @@ def resolve(target: str) -> StateDir:
     return StateDir.of(declared_name(path))
 
 
+def running(target: str) -> tuple[StateDir, ClusterRecord]:
+    """As `resolve`, with the record of what was launched.
+
+    Raises:
+        ClusterError: that cluster does not run.
+    """
+    state = resolve(target)
+    record = state.read()
+    if record is None:
+        raise ClusterError(
+            f'cluster "{state.path.name}" is not running', hint="`pdctl up` launches it"
+        )
+    return state, record
+
+
 def declared_name(path: Path) -> str:
     """The name in a topology file, whatever else is wrong with the file.
 

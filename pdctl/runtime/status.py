@@ -50,7 +50,7 @@ def from_snapshot(record: ClusterRecord, snapshot: Snapshot) -> Status:
         cluster=record.cluster,
         phase=record.phase,
         url=router.url or record.url,
-        replicas=[_replica(m, snapshot.replicas) for m in snapshot.members],
+        replicas=[_replica(m, snapshot.replicas, router.active) for m in snapshot.members],
         router=_router(router),
         pairs=[
             {
@@ -111,7 +111,9 @@ def pair_counters(prefill: MemberState | None, decode: MemberState | None) -> Pa
     return PairCounters(**{n: max((getattr(end, n) for end in ends), default=0) for n in names})
 
 
-def _replica(member: MemberState, canaries: tuple[PairState, ...]) -> dict[str, Any]:
+def _replica(
+    member: MemberState, canaries: tuple[PairState, ...], routed: dict[str, int]
+) -> dict[str, Any]:
     canary = next((c for c in canaries if c.decode == member.name), None)
     counters = msgspec.to_builtins(member.counters)
     del counters["pairs"]
@@ -129,6 +131,7 @@ def _replica(member: MemberState, canaries: tuple[PairState, ...]) -> dict[str, 
         "http_port": member.http_port,
         "engine_version": member.engine_version,
         "compute_dtype": member.compute_dtype.value if member.compute_dtype else None,
+        "routed_active": routed.get(member.name, 0),
         **counters,
     }
 

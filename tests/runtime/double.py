@@ -1,7 +1,8 @@
 """A test double of an engine: speaks the channel, answers HTTP, and misbehaves when told to.
 
 `DOUBLE` in its environment names the fault: "exit" at start, "never_ready", "wrong_theta",
-"stubborn" (ignores SIGTERM), "forks" (a child in the same session, one in its own).
+"stubborn" (ignores SIGTERM), "forks" (a child in the same session, one in its own). A prompt
+"hold PATH" is answered once nothing exists at PATH.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import msgspec
@@ -31,6 +33,12 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
+def hold(prompt: object) -> None:
+    if isinstance(prompt, str) and prompt.startswith("hold "):
+        while os.path.exists(prompt.removeprefix("hold ")):
+            time.sleep(0.02)
+
+
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
@@ -40,6 +48,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         count = body.get("max_tokens", 1)
+        hold(body.get("prompt"))
         choice = {"index": 0, "finish_reason": "length", "logprobs": {"content": [STEP] * count}}
         if "messages" in body:
             choice["message"] = {"role": "assistant", "content": " a" * count}

@@ -93,6 +93,8 @@ class Agent:
     def _adopt(self, found: Journal) -> None:
         for entry in found.entries:
             supervised = self._supervised.get(entry.name)
+            if supervised is not None:
+                supervised.drained = entry.drained
             if supervised is not None and entry.wanted:
                 log.info("replica=%s taken over", entry.name)
                 supervised.adopt(entry)
@@ -106,6 +108,10 @@ class Agent:
 
     def restart(self, name: str) -> None:
         self._supervised[name].post(Event.RESTART)
+
+    def drain(self, name: str, *, undo: bool) -> bool:
+        """Returns whether it was draining before."""
+        return self._supervised[name].drain(undo=undo)
 
     async def stop(self, name: str) -> None:
         """Returns when nothing of it is left, or it is known to be stuck; bounded."""
@@ -236,7 +242,7 @@ class Agent:
             engine=plan.engine,
             role=plan.role,
             host=plan.host,
-            state=shown(supervised.state),
+            state=shown(supervised.state, drained=supervised.drained),
             cause=supervised.cause,
             pid=supervised.mark.pid if supervised.mark else None,
             started_at=supervised.started_at,
@@ -261,7 +267,7 @@ class Agent:
         report = link.answer if link is not None else None
         counts = report if isinstance(report, RouterReport) else None
         return RouterState(
-            state=shown(supervised.state),
+            state=shown(supervised.state, drained=supervised.drained),
             cause=supervised.cause,
             pid=supervised.mark.pid if supervised.mark else None,
             started_at=supervised.started_at,
@@ -269,4 +275,6 @@ class Agent:
             requests_active=counts.requests_active if counts else 0,
             requests_total=counts.requests_total if counts else 0,
             requests_failed=counts.requests_failed if counts else 0,
+            active=counts.active if counts else {},
+            draining=counts.draining if counts else (),
         )

@@ -108,8 +108,10 @@ SHOWN = {
 as before: only its agent can't hear it."""
 
 
-def shown(state: State) -> str:
-    return SHOWN.get(state, state.value)
+def shown(state: State, *, drained: bool = False) -> str:
+    """As `MemberState` has it. A drained process that serves is "draining"."""
+    word = SHOWN.get(state, state.value)
+    return "draining" if drained and word == "ready" else word
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):

@@ -94,7 +94,6 @@ class Supervised:
 
     def adopt(self, entry: Entry) -> None:
         """Takes over what an earlier agent started, alive or not. Before `run`."""
-        self.drained = entry.drained
         if entry.mark is None:
             return
         self.mark, self.started_at = entry.mark, entry.started_at

@@ -130,6 +130,7 @@ class View:
             members=self.members,
             failures=(*self.elsewhere, *self._failures),
             seq=seq,
+            draining=self.router is not None and self.router.state == "draining",
         )
 
     def snapshot(self, host: str, run: str) -> Snapshot:

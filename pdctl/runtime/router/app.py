@@ -70,6 +70,8 @@ class Front:
         return await handler(request)
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
+        if self._roster.draining:
+            raise RequestFailed(503, "the router is being restarted", code="router_draining")
         delivery = ClientDelivery(request)
         began_s = monotonic_s()
         self._meter.began()

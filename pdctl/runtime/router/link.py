@@ -48,7 +48,7 @@ class AgentLink:
     Args:
         path: of the socket.
         on_members: called with every picture, in the event loop; it must not wait.
-        report: counts for an answer to Poll: (active, total, failed).
+        report: the answer to a Poll of that seq.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class AgentLink:
         path: str,
         *,
         on_members: Callable[[Members], None],
-        report: Callable[[], tuple[int, int, int]],
+        report: Callable[[int], RouterReport],
     ) -> None:
         self._path = path
         self._on_members = on_members
@@ -164,15 +164,7 @@ class AgentLink:
             if arrived is not None:
                 arrived.set()
         elif isinstance(message, Poll):
-            active, total, failed = self._report()
-            await self._send(
-                RouterReport(
-                    seq=message.seq,
-                    requests_active=active,
-                    requests_total=total,
-                    requests_failed=failed,
-                )
-            )
+            await self._send(self._report(message.seq))
 
     async def _receive(self) -> ToRouter:
         assert self._received is not None, "attach() comes first"

@@ -86,6 +86,8 @@ class Roster:
         self.paths = declared_paths(plan)
         self.pinnable = pinnable_paths(plan)
         self.heard = False
+        self.draining = False
+        """Whether the router itself is to take no new request."""
         self._transports = {Path(p.prefill, p.decode): p.transport.value for p in plan.pairs}
         self._seats: dict[str, Seat] = {}
         self._verdicts: dict[Path, Verdict] = {}
@@ -100,6 +102,7 @@ class Roster:
         legs at once; absent ones too."""
         self.heard = True
         self._failures = members.failures or self._failures
+        self.draining = members.draining
         named = {state.name: state for state in members.members}
         for name, state in named.items():
             self._take(name, state)
@@ -223,7 +226,17 @@ class Roster:
             transport=self._transports.get(path, "none"),
             state=state,
             cause=cause,
+            incarnations=self.incarnations(path),
         )
+
+    def active(self) -> dict[str, int]:
+        """Replica → requests that run on it now."""
+        return {seat.name: seat.active for seat in self.seats()}
+
+    def drained(self) -> tuple[str, ...]:
+        """Who is known to be draining: replicas, and "router" for the router itself."""
+        names = [seat.name for seat in self.seats() if seat.state.state == "draining"]
+        return (*names, "router") if self.draining else tuple(names)
 
     def failed(self, room: int) -> tuple[Failed, ...]:
         """What the engines themselves reported about a room, newest last."""

@@ -12,7 +12,7 @@ import anyio
 from aiohttp import web
 from anyio.abc import TaskGroup, TaskStatus
 
-from pdctl.engines.channel import PairStates, RouterAssignment
+from pdctl.engines.channel import PairStates, RouterAssignment, RouterReport
 from pdctl.errors import LaunchError
 from pdctl.runtime.router.aborts import Aborter
 from pdctl.runtime.router.app import Front
@@ -146,12 +146,23 @@ async def attached(socket_path: str) -> tuple[AgentLink, RouterAssignment, Roste
     link = AgentLink(
         socket_path,
         on_members=lambda members: built[0][0].update(members),
-        report=lambda: (built[0][1].active, built[0][1].total, built[0][1].failures),
+        report=lambda seq: _report(seq, *built[0]),
     )
     assignment = await link.attach()
     roster = Roster(assignment.plan)
     built.append((roster, Meter(roster)))
     return link, assignment, roster, built[0][1]
+
+
+def _report(seq: int, roster: Roster, meter: Meter) -> RouterReport:
+    return RouterReport(
+        seq=seq,
+        requests_active=meter.active,
+        requests_total=meter.total,
+        requests_failed=meter.failures,
+        active=roster.active(),
+        draining=roster.drained(),
+    )
 
 
 async def _stop_on_signal(

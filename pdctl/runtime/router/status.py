@@ -61,8 +61,8 @@ def _counters(counters: msgspec.Struct) -> dict[str, Any]:
 
 def readiness(roster: Roster) -> tuple[bool, dict[str, Any]]:
     """Whether any path serves, and what is missing from the rest."""
-    ready = [path.text for path in roster.ready()]
-    missing = {}
+    ready = [] if roster.draining else [path.text for path in roster.ready()]
+    missing = {"router": "it is being restarted"} if roster.draining else {}
     for path in roster.paths:
         state, cause = roster.state(path)
         if state != "ready":

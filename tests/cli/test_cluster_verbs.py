@@ -6,97 +6,14 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
-import time
-import uuid
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from runtime.clusters import sweep, topology_text
-from tiny import make_checkpoint
+from cli.shell import TIMEOUT_S, Shell
 
 from pdctl.runtime import process
-from pdctl.runtime.state import ClusterRecord, StateDir
 
 pytestmark = pytest.mark.engine
-
-PDCTL = Path(sys.executable).with_name("pdctl")
-TIMEOUT_S = 90
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("models") / "tiny", "llama")
-
-
-class Shell:
-    """Runs pdctl with a state directory of its own."""
-
-    def __init__(self, folder: Path, model: Path) -> None:
-        self.folder = folder
-        self.model = model
-        self.name = f"t-{uuid.uuid4().hex[:8]}"
-        self.file = folder / "topology.toml"
-        self.env = {**os.environ, "XDG_STATE_HOME": str(folder / "xdg"), "NO_COLOR": "1"}
-        self.state = StateDir(folder / "xdg" / "pdctl" / self.name)
-        self.records: list[ClusterRecord] = []
-
-    def write(self, **faults: str) -> None:
-        text = topology_text(self.folder, name=self.name, faults=faults, model=self.model)
-        self.file.write_text(text)
-
-    def begin(self, *words: object) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [str(PDCTL), *map(str, words)],
-            env=self.env,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-    def __call__(self, *words: object, code: int = 0) -> tuple[str, str]:
-        with self.begin(*words) as running:
-            out, err = running.communicate(timeout=TIMEOUT_S)
-        assert running.returncode == code, (words, out, err)
-        return out, err
-
-    def record(self) -> ClusterRecord:
-        record = self.state.read()
-        assert record is not None
-        self.records.append(record)
-        return record
-
-    def until(self, what: str, condition: Callable[[], object]) -> None:
-        until_s = time.monotonic() + TIMEOUT_S
-        while not condition():
-            assert time.monotonic() < until_s, f"still not: {what}"
-            time.sleep(0.05)
-
-    def started(self) -> bool:
-        """Whether a replica has written to its log."""
-        log = self.state.log("p0")
-        return log.exists() and log.stat().st_size > 0
-
-    def assert_down(self) -> None:
-        for record in self.records:
-            assert process.marked(record.run) == []
-            assert not Path(record.socket_dir).exists()
-        left = [p.name for p in self.state.path.iterdir()] if self.state.path.exists() else []
-        assert left in ([], ["logs"])
-
-
-@pytest.fixture
-def shell(tmp_path: Path, model: Path) -> Iterator[Shell]:
-    it = Shell(tmp_path, model)
-    it.write()
-    yield it
-    record = it.state.read()
-    for one in [*it.records, *([record] if record else [])]:
-        sweep(one)
 
 
 def test_up_ps_logs_down(shell: Shell) -> None:

@@ -1,6 +1,7 @@
 """A test double of an engine: speaks the channel, answers HTTP, and misbehaves when told to.
 
-`DOUBLE` in its environment names the fault: "exit" at start, "never_ready", "wrong_theta",
+`DOUBLE` in its environment names the fault: "exit" at start, "exit if PATH"
+(exists), "never_ready", "wrong_theta",
 "stubborn" (ignores SIGTERM), "forks" (a child in the same session, one in its own). A prompt
 "hold PATH" is answered once nothing exists at PATH.
 """
@@ -92,7 +93,7 @@ def main() -> int:
     port = parser.parse_known_args()[0].port
     fault = os.environ.get("DOUBLE", "")
     say(f"double: {fault or 'well'}")
-    if fault == "exit":
+    if fault == "exit" or (fault.startswith("exit if ") and os.path.exists(fault[8:])):
         say("double: cannot find the weights")
         return 3
     if fault == "stubborn":

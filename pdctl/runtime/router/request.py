@@ -49,6 +49,10 @@ _TYPES = {
     "top_p": _NUMBER,
     "presence_penalty": _NUMBER,
     "frequency_penalty": _NUMBER,
+    "repetition_penalty": _NUMBER,
+    "min_p": _NUMBER,
+    "top_k": _INT,
+    "top_logprobs": _INT,
     "seed": _INT,
     "logit_bias": _OBJECT,
     "response_format": _OBJECT,
@@ -57,7 +61,11 @@ _TYPES = {
     "model": _STRING,
     "echo": _BOOL,
     "suffix": _STRING,
+    "chat_template_kwargs": _OBJECT,
 }
+
+_LARGEST = (1 << 63) - 1
+"""Of a whole number given where any number may stand: engines cast it to 64 bits."""
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,6 +126,8 @@ def _check_types(body: dict[str, Any]) -> None:
             right = False
         if not right:
             raise refused(f'"{name}" must be {kind}', param=name, code="invalid_type")
+        if kind is _NUMBER and isinstance(value, int) and abs(value) > _LARGEST:
+            raise refused(f'"{name}" is out of range', param=name)
     for name in ("max_tokens", "max_completion_tokens"):
         if name in body and body[name] < 1:
             raise refused(f'"{name}" must be at least 1', param=name)

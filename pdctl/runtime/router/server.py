@@ -19,6 +19,7 @@ from pdctl.runtime.router.app import Front
 from pdctl.runtime.router.canary import Canary
 from pdctl.runtime.router.legs import open_session
 from pdctl.runtime.router.link import AgentLink
+from pdctl.runtime.router.malformed import MAX_LINE_BYTES, Runner
 from pdctl.runtime.router.members import Roster
 from pdctl.runtime.router.metrics import Meter
 from pdctl.runtime.router.probes import Probes
@@ -93,11 +94,13 @@ class Router:
 
     @contextlib.asynccontextmanager
     async def _listening(self, front: Front) -> AsyncIterator[None]:
-        runner = web.AppRunner(
+        runner = Runner(
             front.application(),
             handler_cancellation=True,
             access_log=None,
             auto_decompress=False,
+            max_line_size=MAX_LINE_BYTES,
+            max_field_size=MAX_LINE_BYTES,
             shutdown_timeout=SHUTDOWN_S,
         )
         await runner.setup()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import http.client
 import json
+import logging
+import socket
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
@@ -93,6 +95,36 @@ def test_any_bytes_are_answered(
     whole = json.dumps(CHAT).encode()
     assert sent(served, "POST", path, raw, {}) == 400
     sent(served, "POST", path, whole[:cut] + raw + whole[cut:], {})
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"\x00\xff" * 4096,
+        b"FROB \x00 /\r\n\r\n",
+        b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: x\r\nX-Big: " + b"a" * 100_000 + b"\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: abc\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nZ\r\n",
+    ],
+)
+def test_what_is_not_http_is_answered_with_an_error_object_and_one_line_of_log(
+    served: http.client.HTTPConnection, raw: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    with (
+        caplog.at_level(logging.INFO),
+        socket.create_connection((served.host, served.port), timeout=5) as stranger,
+    ):
+        stranger.sendall(raw)
+        answer = http.client.HTTPResponse(stranger)
+        answer.begin()
+        error = json.loads(answer.read())["error"]
+    assert answer.status == 400
+    assert set(error) == {"message", "type", "param", "code"}
+    (told,) = caplog.records
+    assert told.exc_info is None
+    assert error["message"] in told.getMessage()
 
 
 @settings(SETTINGS, max_examples=400)

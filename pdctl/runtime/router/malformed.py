@@ -1,0 +1,61 @@
+"""What is not HTTP at all: answered with OpenAI's error object, and told in one line.
+
+aiohttp would answer in plain text and log a traceback for each, so that anybody who reaches the
+port could fill the router's log.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
+from aiohttp.web_protocol import RequestHandler
+
+from pdctl.runtime.router.client import error_response
+from pdctl.runtime.router.failure import RequestFailed
+
+log = logging.getLogger("pdctl.router")
+
+MAX_LINE_BYTES = 8190
+"""Of the request line, and of one header."""
+
+
+class Runner(web.AppRunner):
+    """As aiohttp's, but for how it answers what it cannot parse."""
+
+    async def _make_server(self) -> web.Server:
+        made = await super()._make_server()
+        return _Server(made.request_handler, request_factory=made.request_factory, **self._kwargs)
+
+
+class _Server(web.Server):
+    def __call__(self) -> RequestHandler:
+        return _Connection(self, loop=self._loop, **self._kwargs)
+
+
+class _Connection(RequestHandler):
+    __slots__ = ()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        if not isinstance(exc, HttpProcessingError) or request.writer.output_size > 0:
+            return super().handle_error(request, status, exc, message)
+        reason = _reason(exc)
+        log.info("refused a request from %s: %s", request.remote, reason)
+        response = error_response(RequestFailed(status, reason, code="bad_request"))
+        response.force_close()
+        return response
+
+
+def _reason(error: HttpProcessingError) -> str:
+    if isinstance(error, LineTooLong):
+        return f"the request line or a header is over {MAX_LINE_BYTES} bytes"
+    lines = error.message.strip().splitlines()
+    told = lines[0].rstrip(":") if lines else type(error).__name__
+    return f"this is not an HTTP request: {told[:1].lower()}{told[1:]}"

@@ -21,7 +21,6 @@ from pdctl.runtime.events import Emit, LaunchEvent, Stage
 from pdctl.runtime.launch import LOG_LINES, last_lines
 from pdctl.runtime.progress import Progress, text_of
 from pdctl.runtime.state import StateDir
-from pdctl.trace import monotonic_s
 
 SERVING = frozenset({"ready", "draining"})
 LEAVE_S = 30.0

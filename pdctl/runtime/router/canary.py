@@ -191,7 +191,6 @@ class Canary:
         self._relay = relay
         self._roster = roster
         self._model = roster.plan.model
-        self._timeout_s = min(roster.plan.timeout_s, TIMEOUT_S)
         self._alone: dict[tuple[str, int], tuple[Step, ...]] = {}
 
     async def judge(self, path: Path, incarnations: tuple[int, ...]) -> Verdict | None:
@@ -228,5 +227,6 @@ class Canary:
 
     async def _answer(self, path: Path, ask: Ask) -> bytes:
         ledger = Ledger()
-        await self._relay.attempt(path, ask, ledger, timeout_s=self._timeout_s)
+        timeout_s = min(self._roster.plan.timeout_s, TIMEOUT_S)
+        await self._relay.attempt(path, ask, ledger, timeout_s=timeout_s)
         return ledger.body

@@ -58,6 +58,8 @@ class AgentLink:
         on_members: Callable[[Members], None],
         report: Callable[[int], RouterReport],
     ) -> None:
+        self.on_assignment: Callable[[RouterAssignment], None] = lambda assignment: None
+        """Called with every assignment after the first, in the event loop; must not wait."""
         self._path = path
         self._on_members = on_members
         self._report = report
@@ -113,6 +115,7 @@ class AgentLink:
                 continue
             if again.run != assignment.run:
                 raise LaunchError("the agent's socket belongs to another run")
+            self.on_assignment(again)
 
     async def tell(self, states: PairStates) -> None:
         """Sends the newest states; kept and sent again to the next agent when there is none."""
@@ -163,6 +166,8 @@ class AgentLink:
             arrived = self._refreshes.get(message.seq)
             if arrived is not None:
                 arrived.set()
+        elif isinstance(message, RouterAssignment):
+            self.on_assignment(message)
         elif isinstance(message, Poll):
             await self._send(self._report(message.seq))
 

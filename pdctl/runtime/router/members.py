@@ -82,20 +82,26 @@ class Roster:
     """Replicas by name, and the state of every declared path."""
 
     def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-        self.paths = declared_paths(plan)
-        self.pinnable = pinnable_paths(plan)
         self.heard = False
         self.draining = False
         """Whether the router itself is to take no new request."""
-        self._transports = {Path(p.prefill, p.decode): p.transport.value for p in plan.pairs}
         self._seats: dict[str, Seat] = {}
         self._verdicts: dict[Path, Verdict] = {}
         self._running: dict[Path, tuple[int, ...]] = {}
         self._failures: tuple[Failed, ...] = ()
         self._change = anyio.Event()
+        self.adopt(plan)
 
     # -- what the agent says
+
+    def adopt(self, plan: Plan) -> None:
+        """Takes another plan; what it does not declare any more takes no new request."""
+        self.plan = plan
+        self.paths = declared_paths(plan)
+        self.pinnable = pinnable_paths(plan)
+        self._transports = {Path(p.prefill, p.decode): p.transport.value for p in plan.pairs}
+        self._verdicts = {p: v for p, v in self._verdicts.items() if p in self.paths}
+        self._notify()
 
     def update(self, members: Members) -> None:
         """Takes the agent's newest picture. Replicas that left "ready" lose their requests'
@@ -150,7 +156,7 @@ class Roster:
     def end_canary(self, path: Path, verdict: Verdict | None) -> None:
         """None: it did not come to a result (an end went away)."""
         self._running.pop(path, None)
-        if verdict is not None:
+        if verdict is not None and path in self.paths:
             self._verdicts[path] = verdict
         self._notify()
 

@@ -30,9 +30,22 @@ class Probes:
         self._session = session
         self._silent: dict[str, int] = {}
 
-    async def run(self, name: str) -> None:
-        """Watches one replica for good."""
-        while True:
+    async def run(self) -> None:
+        """Watches every replica of the plan, now and later; ends by cancellation."""
+        watched: set[str] = set()
+        async with anyio.create_task_group() as tasks:
+            while True:
+                for name in self._names() - watched:
+                    watched.add(name)
+                    tasks.start_soon(self._watch, name, watched)
+                await self._roster.changed()
+
+    def _names(self) -> set[str]:
+        return {replica.name for replica in self._roster.plan.replicas}
+
+    async def _watch(self, name: str, watched: set[str]) -> None:
+        """Until the plan has the replica no more."""
+        while name in self._names():
             seat = self._roster.seat(name)
             suspected = seat is not None and seat.suspect is not None
             with anyio.move_on_after(PROBE_SUSPECT_EVERY_S if suspected else PROBE_EVERY_S):
@@ -40,6 +53,7 @@ class Probes:
             seat = self._roster.seat(name)
             if seat is not None and seat.state.state in ("ready", "draining"):
                 await self._probe(seat)
+        watched.discard(name)
 
     async def _accused(self, name: str, already: bool) -> None:
         """Until the replica is first suspected; for good where it is already."""

@@ -60,15 +60,19 @@ class Relay:
         aborter: Aborter,
         tally: Tally,
     ) -> None:
-        self._assignment = assignment
         self._roster = roster
         self._session = session
         self._aborter = aborter
         self._tally = tally
+        self._turns = itertools.count()
+        self.adopt(assignment)
+
+    def adopt(self, assignment: RouterAssignment) -> None:
+        """What holds for every request from now on."""
+        self._assignment = assignment
         self._policy = Policy(assignment.policy)
         self._digest = assignment.contract.digest
         self._recomputes = assignment.on_failure is OnFailure.RECOMPUTE
-        self._turns = itertools.count()
 
     async def serve(self, ask: Ask, pin: str | None, delivery: Delivery) -> None:
         """Answers one request.

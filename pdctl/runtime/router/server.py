@@ -6,6 +6,7 @@ import contextlib
 import logging
 import signal
 from collections.abc import AsyncIterator
+from functools import partial
 
 import aiohttp
 import anyio
@@ -62,6 +63,7 @@ class Router:
             self._session = session
             self.aborter = Aborter(session, tasks)
             relay = Relay(self.assignment, self.roster, session, self.aborter, self.meter)
+            self.link.on_assignment = partial(self._adopt, relay)
             canary = Canary(relay, self.roster)
             front = Front(
                 relay, self.roster, self.meter, self.link.refresh, self.assignment.api_key
@@ -75,10 +77,17 @@ class Router:
     def _watch(self, tasks: TaskGroup, session: aiohttp.ClientSession, ward: Ward) -> None:
         tasks.start_soon(self.link.run, self.assignment)
         tasks.start_soon(self._announce)
-        ward.start(tasks)
-        probes = Probes(self.roster, session)
-        for replica in self.assignment.plan.replicas:
-            tasks.start_soon(probes.run, replica.name)
+        tasks.start_soon(ward.run)
+        tasks.start_soon(Probes(self.roster, session).run)
+
+    def _adopt(self, relay: Relay, assignment: RouterAssignment) -> None:
+        """The cluster was changed under the router. Address and API key are read at start."""
+        if assignment == self.assignment:
+            return
+        self.assignment = assignment
+        relay.adopt(assignment)
+        self.roster.adopt(assignment.plan)
+        log.info("adopted paths=%s", ",".join(path.text for path in self.roster.paths))
 
     async def _announce(self) -> None:
         """Tells the agent every change of a path's state."""

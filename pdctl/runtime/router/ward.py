@@ -7,7 +7,6 @@ from collections import defaultdict
 from contextlib import AsyncExitStack
 
 import anyio
-from anyio.abc import TaskGroup
 
 from pdctl.runtime.router.canary import Canary
 from pdctl.runtime.router.members import Roster
@@ -26,16 +25,27 @@ class Ward:
         self._canary = canary
         self._locks: dict[str, anyio.Lock] = defaultdict(anyio.Lock)
 
-    def start(self, tasks: TaskGroup) -> None:
-        for path in self._roster.paths:
-            tasks.start_soon(self._keep, path)
+    async def run(self) -> None:
+        """Keeps every path that the roster has, now and later; ends by cancellation."""
+        kept: set[Path] = set()
+        async with anyio.create_task_group() as tasks:
+            while True:
+                for path in self._roster.paths:
+                    if path not in kept:
+                        kept.add(path)
+                        tasks.start_soon(self._keep, path, kept)
+                await self._roster.changed()
 
-    async def _keep(self, path: Path) -> None:
+    async def _keep(self, path: Path, kept: set[Path]) -> None:
+        """Until the roster has the path no more."""
         failures = 0
         tried: tuple[int, ...] = ()
         while True:
-            while not self._is_due(path):
+            while path in self._roster.paths and not self._is_due(path):
                 await self._roster.changed()
+            if path not in self._roster.paths:
+                kept.discard(path)
+                return
             if tried != self._roster.incarnations(path):
                 failures = 0
             tried = self._roster.incarnations(path)

@@ -12,7 +12,7 @@ from pdctl.cli import render
 from pdctl.engines.interface import Command
 from pdctl.engines.registry import spec_for
 from pdctl.runtime.outcome import Validation
-from pdctl.runtime.state import own_ports
+from pdctl.runtime.state import own_plan, own_ports
 from pdctl.runtime.validation import validate as run
 from pdctl.topology.model import Topology
 from pdctl.topology.plan import Plan
@@ -28,7 +28,13 @@ def plan(
 ) -> None:
     """Show what `up` would run: commands, environments, ports, pairs and budgets."""
     with render.steps() as watcher:
-        outcome = run(topology, offline=offline, watcher=watcher, own_ports=own_ports(topology))
+        outcome = run(
+            topology,
+            offline=offline,
+            watcher=watcher,
+            own_ports=own_ports(topology),
+            kept=own_plan(topology),
+        )
     if not as_json or not outcome.report.valid:
         render.show_diagnostics(outcome.report)
     if outcome.plan is None or outcome.topology is None:

@@ -16,11 +16,17 @@ def validate(
 ) -> None:
     """Check everything that can be known before launch; report every problem."""
     from pdctl.cli import render
-    from pdctl.runtime.state import own_ports
+    from pdctl.runtime.state import own_plan, own_ports
     from pdctl.runtime.validation import validate as run
 
     with render.steps() as watcher:
-        outcome = run(topology, offline=offline, watcher=watcher, own_ports=own_ports(topology))
+        outcome = run(
+            topology,
+            offline=offline,
+            watcher=watcher,
+            own_ports=own_ports(topology),
+            kept=own_plan(topology),
+        )
     report = outcome.report
     if as_json:
         render.print_json(report)

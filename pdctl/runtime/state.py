@@ -195,6 +195,14 @@ def own_ports(topology: str | os.PathLike[str]) -> frozenset[int]:
     return frozenset()
 
 
+def own_plan(topology: str | os.PathLike[str]) -> Plan | None:
+    """The plan of the very cluster of this file; None as `own_ports` is empty."""
+    with contextlib.suppress(PdctlError, OSError):
+        record = StateDir.of(declared_name(Path(topology).expanduser())).read()
+        return record.plan if record is not None else None
+    return None
+
+
 def resolve(target: str) -> StateDir:
     """The state of a cluster by its name or by its topology's path.
 

@@ -56,6 +56,7 @@ def validate(
     watcher: Watcher | None = None,
     cache: DigestCache | None = None,
     own_ports: frozenset[int] = frozenset(),
+    kept: Plan | None = None,
 ) -> Validation:
     """Validates a topology file; never raises for what it finds.
 
@@ -64,6 +65,7 @@ def validate(
         environ: the launching process's environment; its own by default.
         reach: how to get to a host.
         own_ports: ports that this very cluster listens on now, which are no clash.
+        kept: this very cluster's plan, where it runs: what stays keeps its ports.
     """
     draft = read(path)
     found = check_file(draft, os.environ if environ is None else environ)
@@ -72,9 +74,9 @@ def validate(
     if offline:
         report = Report.of(found)
         topology = draft.topology if report.valid else None
-        plan = derive(topology) if topology else None
+        plan = derive(topology, kept=kept) if topology else None
         return Validation(report=report, topology=topology, plan=plan)
-    work = _Work(draft.topology, reach, watcher or Silent(), cache, own_ports)
+    work = _Work(draft.topology, reach, watcher or Silent(), cache, own_ports, kept)
     return work.run(found)
 
 
@@ -109,11 +111,13 @@ class _Work:
         watcher: Watcher,
         cache: DigestCache | None,
         own_ports: frozenset[int],
+        kept: Plan | None,
     ) -> None:
         self.topology = topology
         self.watcher = watcher
         self.cache = cache or DigestCache()
         self.own_ports = own_ports
+        self.kept = kept
         names = {topology.router.host, *(r.host for r in topology.replicas)}
         self.hosts = {n: reach(topology.hosts[n]) for n in names if n in topology.hosts}
         self.models: dict[str, ModelFacts] = {}
@@ -131,7 +135,7 @@ class _Work:
             found += rules.check_buffer(self.topology, contract)
         plan: Plan | None = None
         try:
-            plan = derive(self.topology, contract, busy=self.busy())
+            plan = derive(self.topology, contract, busy=self.busy(), kept=self.kept)
             found += self.listening(plan)
             found += self.memory(plan)
         except PdctlError as error:

@@ -99,6 +99,7 @@ def derive(
     contract: Contract | None = None,
     *,
     busy: Mapping[str, frozenset[int]] | None = None,
+    kept: Plan | None = None,
 ) -> Plan:
     """Everything that `up` needs beyond the file; deterministic for equal arguments.
 
@@ -106,10 +107,12 @@ def derive(
         topology: one without errors.
         contract: the replicas' common contract; None when planned offline.
         busy: ports that something else listens on, per host; they are not assigned.
+        kept: what runs now; a replica or an agent that stays on its host keeps its ports.
     """
-    ports = _Ports(topology, busy or {})
+    ports = _Ports(topology, busy or {}, kept)
     hosts = dict.fromkeys([topology.router.host, *(r.host for r in topology.replicas)])
-    agent_ports = {host: ports.assign() for host in hosts}
+    before = kept.agent_ports if kept else {}
+    agent_ports = {host: ports.assign(before.get(host)) for host in hosts}
     return Plan(
         cluster=topology.name,
         model=topology.model.name,
@@ -169,7 +172,8 @@ def peers(topology: Topology, replica: Replica) -> tuple[Replica, ...]:
 
 def _replica(topology: Topology, replica: Replica, ports: _Ports) -> ReplicaPlan:
     sends = replica.role is Role.PREFILL
-    http_port = replica.http_port or ports.assign()
+    before = ports.before(replica)
+    http_port = replica.http_port or ports.assign(before and before.http_port)
     return ReplicaPlan(
         name=replica.name,
         host=replica.host,
@@ -179,9 +183,15 @@ def _replica(topology: Topology, replica: Replica, ports: _Ports) -> ReplicaPlan
         dtype=topology.model.dtype,
         compute_dtype=replica.compute_dtype or ComputeDtype(topology.model.dtype),
         http_port=http_port,
-        route_port=None if replica.host == topology.router.host else ports.assign(),
+        route_port=(
+            None
+            if replica.host == topology.router.host
+            else ports.assign(before and before.route_port)
+        ),
         data_host=_data_host(topology, replica),
-        data_port=(replica.data_port or ports.assign()) if sends else None,
+        data_port=(
+            (replica.data_port or ports.assign(before and before.data_port)) if sends else None
+        ),
         side_port=replica.side_port,
         declared=replica,
     )
@@ -199,15 +209,28 @@ def _data_host(topology: Topology, replica: Replica) -> str:
 class _Ports:
     """Hands out ports from a start that the cluster's name fixes, each one once."""
 
-    def __init__(self, topology: Topology, busy: Mapping[str, frozenset[int]]) -> None:
-        self._taken = set().union(*busy.values())
-        self._taken |= {port for _, port, *_ in declared_ports(topology)}
+    def __init__(
+        self, topology: Topology, busy: Mapping[str, frozenset[int]], kept: Plan | None
+    ) -> None:
+        self._replicas = {(r.name, r.host): r for r in kept.replicas} if kept else {}
+        self._declared = {port for _, port, *_ in declared_ports(topology)}
+        self._taken = set().union(self._declared, *busy.values())
+        if kept is not None:
+            self._taken |= set(kept.agent_ports.values())
+            for r in kept.replicas:
+                self._taken |= {r.http_port, r.data_port or 0, r.route_port or 0}
         span = LAST_PORT - FIRST_PORT + 1
         seed = hashlib.sha256(topology.name.encode()).digest()
         start = int.from_bytes(seed[:4]) % span
         self._candidates = (FIRST_PORT + (start + step) % span for step in range(span))
 
-    def assign(self) -> int:
+    def before(self, replica: Replica) -> ReplicaPlan | None:
+        """The same replica on the same host, as it runs now."""
+        return self._replicas.get((replica.name, replica.host))
+
+    def assign(self, kept: int | None = None) -> int:
+        if kept is not None and kept not in self._declared:
+            return kept
         for port in self._candidates:
             if port not in self._taken:
                 return port

@@ -4,72 +4,59 @@ from __future__ import annotations
 
 import errno
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import psutil
 
 from pdctl.runtime.hosts.interface import Listener
+from pdctl.runtime.hosts.survey import Binding
+from pdctl.runtime.listening import listeners
 from pdctl.topology.diagnostics import Diagnostic
 from pdctl.topology.fields import split_address
 from pdctl.topology.plan import Plan
 
 
-def check_ports(
-    plan: Plan, listeners: Iterable[Listener], *, own_ports: frozenset[int] = frozenset()
-) -> list[Diagnostic]:
-    """Tries every address that a plan listens on, but the ports that its cluster has itself."""
-    known = tuple(listeners)
-    return [
-        found
-        for subject, address, field, replica in _addresses(plan)
-        if address[1] not in own_ports
-        for found in check_bind(subject, address, field=field, replica=replica, listeners=known)
-    ]
+def wanted_bindings(
+    plan: Plan, host: str, *, own_ports: frozenset[int] = frozenset()
+) -> tuple[Binding, ...]:
+    """Every address that a plan listens on at one host, but the ports that its cluster has
+    itself."""
+    return tuple(b for b in _bindings(plan, host) if b.address[1] not in own_ports)
 
 
-def _addresses(plan: Plan) -> Iterator[tuple[str, tuple[str, int], str | None, str | None]]:
-    """(who, where, field, replica)."""
-    yield "router", split_address(plan.router_bind), "router.bind", None
-    for host, port in plan.agent_ports.items():
-        yield f'agent of host "{host}"', ("127.0.0.1", port), None, None
+def _bindings(plan: Plan, host: str) -> Iterator[Binding]:
+    if plan.router_host == host:
+        where = split_address(plan.router_bind)
+        yield Binding(subject="router", address=where, field="router.bind")
+    if host in plan.agent_ports:
+        where = ("127.0.0.1", plan.agent_ports[host])
+        yield Binding(subject=f'agent of host "{host}"', address=where, field=None)
     for i, r in enumerate(plan.replicas):
-        subject, place = f'replica "{r.name}"', f"replicas[{i}]"
-        http = (r.http_host, r.http_port)
-        yield f"{subject} http_port", http, f"{place}.http_port", r.name
+        if r.route_port is not None and plan.router_host == host:
+            where = ("127.0.0.1", r.route_port)
+            yield Binding(subject=f'the route to replica "{r.name}"', address=where, field=None)
+        if r.host != host:
+            continue
+        ports = [("http_port", (r.http_host, r.http_port))]
         if r.data_port is not None:
-            data = (r.data_host, r.data_port)
-            yield f"{subject} data_port", data, f"{place}.data_port", r.name
+            ports.append(("data_port", (r.data_host, r.data_port)))
+        for kind, where in ports:
+            subject, field = f'replica "{r.name}" {kind}', f"replicas[{i}].{kind}"
+            yield Binding(subject=subject, address=where, field=field, replica=r.name)
 
 
-def check_bind(
-    subject: str,
-    address: tuple[str, int],
-    *,
-    field: str | None,
-    replica: str | None = None,
-    listeners: Iterable[Listener] = (),
-) -> list[Diagnostic]:
-    """Tries to bind `address` for a moment; what prevents it, in words.
-
-    Args:
-        subject: who wants to listen, as a sentence starts: `replica "p0" http_port`.
-        listeners: what is known about listening ports, to name who has this one.
-    """
-    host, port = address
-    code: str
-    hint: str | None
-    try:
-        _bind(host, port)
-    except socket.gaierror:
-        summary = f"{subject}: {host} does not resolve on this machine"
-        code, hint = "address", "give an address of this machine"
-    except OSError as error:
-        summary, code, hint = _reason(subject, address, error, listeners)
-    else:
-        return []
-    return [
-        Diagnostic(code=f"host.{code}", summary=summary, field=field, replica=replica, hint=hint)
-    ]
+def check_bindings(wanted: Sequence[Binding]) -> list[Diagnostic]:
+    """Tries each for a moment; what prevents it, in words."""
+    known: list[Listener] | None = None
+    found = []
+    for binding in wanted:
+        try:
+            _bind(*binding.address)
+        except OSError as error:
+            if known is None:
+                known = listeners()
+            found.append(_diagnostic(binding, error, known))
+    return found
 
 
 def _bind(host: str, port: int) -> None:
@@ -82,20 +69,36 @@ def _bind(host: str, port: int) -> None:
         trial.listen(1)
 
 
-def _reason(
-    subject: str, address: tuple[str, int], error: OSError, listeners: Iterable[Listener]
-) -> tuple[str, str, str | None]:
-    """(summary, code, hint) of a failed bind."""
-    host, port = address
-    if error.errno == errno.EADDRINUSE:
-        owner = next((one for one in listeners if one.port == port), None)
-        used_by = f" by {describe(owner)}" if owner is not None and owner.pid else ""
+def _diagnostic(binding: Binding, error: OSError, known: Iterable[Listener]) -> Diagnostic:
+    code, hint = "port", None
+    reason = failed_bind(binding.address, error)
+    if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+        code, hint = "address", "give an address of that host's own, as its interfaces have it"
+    elif error.errno == errno.EADDRINUSE:
+        port = binding.address[1]
+        owner = next((one for one in known if one.port == port and one.pid), None)
+        reason += f" by {describe(owner)}" if owner is not None else ""
+        code = "port_busy"
         hint = "stop it, choose another port, or leave the port away where pdctl may assign it"
-        return f"{subject}: port {port} is in use{used_by}", "port_busy", hint
+    return Diagnostic(
+        code=f"host.{code}",
+        summary=f"{binding.subject}: {reason}",
+        field=binding.field,
+        replica=binding.replica,
+        hint=hint,
+    )
+
+
+def failed_bind(address: tuple[str, int], error: OSError) -> str:
+    """Why listening there failed, as a sentence goes on."""
+    host, port = address
+    if isinstance(error, socket.gaierror):
+        return f"{host} does not resolve there"
+    if error.errno == errno.EADDRINUSE:
+        return f"port {port} is in use"
     if error.errno == errno.EADDRNOTAVAIL:
-        hint = "give an address of this machine"
-        return f"{subject}: {host} is no address of this machine", "address", hint
-    return f"{subject}: can't listen on {host} port {port}: {error.strerror}", "port", None
+        return f"{host} is no address of its host"
+    return f"can't listen on {host} port {port}: {error.strerror}"
 
 
 def describe(listener: Listener) -> str:

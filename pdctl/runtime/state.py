@@ -24,6 +24,7 @@ from pathlib import Path
 import msgspec
 
 from pdctl.errors import ClusterError, PdctlError, TopologyError
+from pdctl.runtime.folders import state_home
 from pdctl.runtime.hosts.interface import Mark
 from pdctl.runtime.hosts.local import LocalHost
 from pdctl.topology.contract import Contract
@@ -171,13 +172,6 @@ class StateDir:
         for folder in (self.logs, self.path):
             with contextlib.suppress(OSError):
                 folder.rmdir()
-
-
-def state_home() -> Path:
-    """Where every cluster's folder lies."""
-    base = os.environ.get("XDG_STATE_HOME")
-    home = Path(base) if base and os.path.isabs(base) else Path.home() / ".local" / "state"
-    return home / "pdctl"
 
 
 def clusters() -> list[StateDir]:

@@ -20,7 +20,7 @@ from pdctl.errors import PdctlError
 from pdctl.runtime.hosts.interface import RuntimeHost
 from pdctl.runtime.hosts.local import LocalHost
 from pdctl.runtime.outcome import ModelFacts, Silent, Validation, Watcher
-from pdctl.runtime.ports import check_ports
+from pdctl.runtime.ports import wanted_bindings
 from pdctl.runtime.probes import judge_probe, run_probes
 from pdctl.topology import limits, rules
 from pdctl.topology.checkpoint import check_context, read_checkpoint
@@ -254,8 +254,13 @@ class _Work:
 
     def listening(self, plan: Plan) -> list[Diagnostic]:
         self.watcher.step("checking ports")
-        listeners = self.hosts[plan.router_host].listeners()
-        return check_ports(plan, listeners, own_ports=self.own_ports)
+        return [
+            problem
+            for name, host in self.hosts.items()
+            for problem in host.survey.bindings(
+                wanted_bindings(plan, name, own_ports=self.own_ports)
+            )
+        ]
 
     def memory(self, plan: Plan) -> list[Diagnostic]:
         """Warns where the replicas need more than this machine has free, by estimate."""

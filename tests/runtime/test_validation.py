@@ -291,7 +291,7 @@ def test_an_address_of_another_machine_is_refused(original: Path, check: Check) 
     text = topology(original, original).replace('name = "p0"', 'name = "p0"\naddress = "192.0.2.1"')
     found = check(text)
     assert codes(found) == ["host.address"]
-    assert "192.0.2.1 is no address of this machine" in found.report.errors[0].summary
+    assert "192.0.2.1 is no address of its host" in found.report.errors[0].summary
 
 
 def test_a_missing_model_directory_is_a_fault_of_the_file(original: Path, check: Check) -> None:

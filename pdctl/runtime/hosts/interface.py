@@ -11,6 +11,7 @@ from typing import Protocol
 import msgspec
 
 from pdctl.engines.interface import Command
+from pdctl.runtime.hosts.survey import Survey
 
 
 class Completed(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,6 +44,8 @@ class Listener(msgspec.Struct, frozen=True, kw_only=True):
 class RuntimeHost(Protocol):
     name: str
     """As in the topology."""
+    survey: Survey
+    """What must be known of it before anything runs there."""
 
     def run(self, command: Command, *, stdin: bytes = b"", timeout_s: float) -> Completed:
         """Runs to the end. Past `timeout_s` its whole process group is killed: HostError."""

@@ -12,12 +12,13 @@ import tempfile
 import threading
 from pathlib import Path
 
-import psutil
-
 from pdctl.engines.interface import Command
 from pdctl.errors import HostError
 from pdctl.runtime import process
 from pdctl.runtime.hosts.interface import Completed, Listener, Mark
+from pdctl.runtime.hosts.local_survey import LocalSurvey
+from pdctl.runtime.hosts.survey import Survey
+from pdctl.runtime.listening import listeners
 
 
 class LocalHost:
@@ -25,6 +26,7 @@ class LocalHost:
 
     def __init__(self, name: str = "local") -> None:
         self.name = name
+        self.survey: Survey = LocalSurvey(name)
 
     def run(self, command: Command, *, stdin: bytes = b"", timeout_s: float) -> Completed:
         try:
@@ -71,18 +73,7 @@ class LocalHost:
         return process.marked(run)
 
     def listeners(self) -> list[Listener]:
-        try:
-            found = {
-                (c.laddr[1], c.pid)
-                for c in psutil.net_connections("tcp")
-                if c.status == psutil.CONN_LISTEN and c.laddr
-            }
-        except psutil.AccessDenied:
-            found = set(_own_listeners())
-        return [
-            Listener(port=port, pid=pid, since=_started_at(pid))
-            for port, pid in sorted(found, key=str)
-        ]
+        return listeners()
 
     def read(self, path: str, *, max_bytes: int = 1 << 20) -> bytes | None:
         try:
@@ -153,23 +144,3 @@ class LocalHost:
 def _expanded(argv: tuple[str, ...]) -> tuple[str, ...]:
     """The program's own `~`; arguments are left to whoever built them."""
     return (os.path.expanduser(argv[0]), *argv[1:])
-
-
-def _started_at(pid: int | None) -> float | None:
-    try:
-        return None if pid is None else psutil.Process(pid).create_time()
-    except psutil.Error:
-        return None
-
-
-def _own_listeners() -> list[tuple[int, int | None]]:
-    """Where the kernel tells only about this user's processes (macOS)."""
-    found: list[tuple[int, int | None]] = []
-    for one in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            found += [
-                (c.laddr[1], one.pid)
-                for c in one.net_connections("tcp")
-                if c.status == psutil.CONN_LISTEN and c.laddr
-            ]
-    return found

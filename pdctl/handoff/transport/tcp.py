@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import select
 import socket
 from collections.abc import Sequence
 
 from pdctl.errors import PeerLost
+from pdctl.handoff.transport.sockets import SocketOptions
+
+log = logging.getLogger("pdctl.handoff")
 
 BACKLOG = 128
 
@@ -37,10 +41,20 @@ def format_address(host: str, port: int) -> str:
 class TcpConnection:
     """A `Connection` over a connected socket, which it owns."""
 
+    @classmethod
+    def over(
+        cls, connected: socket.socket, peer: str, host: str, options: SocketOptions
+    ) -> TcpConnection:
+        """Sets the socket up, or closes it. Raises OSError where the peer is gone already."""
+        try:
+            connected.setblocking(True)
+            options.apply(connected, host)
+        except OSError:
+            connected.close()
+            raise
+        return cls(connected, peer)
+
     def __init__(self, connected: socket.socket, peer: str) -> None:
-        connected.setblocking(True)
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self.peer = peer
         self._socket = connected
 
@@ -91,8 +105,9 @@ class TcpConnection:
 
 
 class TcpListener:
-    def __init__(self, listening: socket.socket) -> None:
+    def __init__(self, listening: socket.socket, options: SocketOptions) -> None:
         listening.setblocking(False)
+        self._options = options
         self._socket = listening
         self.port: int = listening.getsockname()[1]
         self._wake, self._woken = socket.socketpair()
@@ -105,11 +120,16 @@ class TcpListener:
                     self._free()
                     return None
                 connected, address = self._socket.accept()
-                return TcpConnection(connected, format_address(address[0], address[1]))
             except BlockingIOError:
                 continue
             except OSError as error:
                 raise PeerLost(f"port {self.port} accepts nobody: {_reason(error)}") from error
+            host, where = address[0], format_address(address[0], address[1])
+            try:
+                return TcpConnection.over(connected, where, host, self._options)
+            except OSError as error:
+                # that peer is gone already: no reason to keep others waiting
+                log.debug("a connection from %s broke: %s", where, _reason(error))
 
     def close(self) -> None:
         try:
@@ -123,6 +143,9 @@ class TcpListener:
 
 
 class TcpTransport:
+    def __init__(self, options: SocketOptions | None = None) -> None:
+        self._options = options or SocketOptions()
+
     def listen(self, address: tuple[str, int]) -> TcpListener:
         host, port = address
         try:
@@ -138,13 +161,14 @@ class TcpTransport:
         except OSError as error:
             where_text = format_address(host, port)
             raise PeerLost(f"can't listen on {where_text}: {_reason(error)}") from error
-        return TcpListener(listening)
+        return TcpListener(listening, self._options)
 
     def dial(self, address: tuple[str, int], timeout_s: float) -> TcpConnection:
         where = format_address(*address)
         try:
             connected = socket.create_connection(address, timeout=timeout_s)
-            return TcpConnection(connected, where)
+            host = connected.getpeername()[0]
+            return TcpConnection.over(connected, where, host, self._options)
         except OSError as error:
             raise PeerLost(f"can't reach {where}: {_reason(error)}") from error
 

@@ -33,6 +33,7 @@ from typing import Any
 import msgspec
 
 from pdctl.handoff.counters import Counters
+from pdctl.handoff.transport.tls import Certificate
 from pdctl.topology.contract import Attention, Contract, Positions
 from pdctl.topology.model import ComputeDtype, Engine, OnFailure, Role
 from pdctl.topology.plan import Plan
@@ -79,6 +80,8 @@ class Assignment(Message, frozen=True, kw_only=True):
     data_host: str
     data_port: int | None
     handoff: HandoffSettings
+    certificate: Certificate | None = None
+    """The cluster's, where `handoff.encrypt`: both ends of the data plane show and require it."""
 
 
 class Refused(Message, frozen=True, kw_only=True):

@@ -95,11 +95,6 @@ LIMITS: tuple[Limit, ...] = (
         'write policy = "least_loaded" or "round_robin"',
     ),
     Limit(
-        "encrypt",
-        _when(lambda t: t.handoff.encrypt, "handoff.encrypt", "encrypt = true"),
-        "write encrypt = false",
-    ),
-    Limit(
         "sharing",
         _when(lambda t: t.sharing is not None and ordinary_replicas(t) > 1, "sharing", "[sharing]"),
         "leave [sharing] away",

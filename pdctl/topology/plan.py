@@ -147,6 +147,8 @@ def pairs(topology: Topology) -> tuple[PairPlan, ...]:
         for d in topology.replicas:
             if p.role is Role.PREFILL and d.role is Role.DECODE:
                 transport, reason = resolve_transport(topology.handoff.transport, p, d)
+                if topology.handoff.encrypt and transport is Transport.TCP:
+                    reason += ", encrypted (TLS 1.3)"
                 pair = PairPlan(prefill=p.name, decode=d.name, transport=transport, reason=reason)
                 found.append(pair)
     return tuple(found)

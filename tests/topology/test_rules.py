@@ -67,7 +67,6 @@ def without(replica: str) -> str:
             "unsupported_transport",
             'pair "p0" → "d0": transport "native"',
         ),
-        (edited("timeout_s = 30", "encrypt = true"), "unsupported_encrypt", "encrypt = true"),
         (
             edited("[router]", '[router]\npolicy = "prefix"'),
             "unsupported_policy",

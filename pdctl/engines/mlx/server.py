@@ -31,6 +31,7 @@ from pdctl.handoff.identity import Identity
 from pdctl.handoff.page import PageGeometry
 from pdctl.handoff.receiver import Receiver
 from pdctl.handoff.sender import Sender
+from pdctl.handoff.transport.choice import chosen_transport
 from pdctl.topology.contract import Attention, Positions
 from pdctl.topology.model import Engine, Role
 
@@ -114,6 +115,7 @@ class Replica:
         contract, handoff = assigned.contract, assigned.handoff
         geometry = PageGeometry.of(contract)
         identity = Identity(assigned.replica, assigned.key, contract.digest)
+        transport = chosen_transport(assigned.certificate, os.environ)
         if assigned.role is Role.DECODE:
             self._receiver = Receiver(
                 identity,
@@ -121,6 +123,7 @@ class Replica:
                 timeout_s=handoff.timeout_s,
                 board=self._board,
                 on_failed=self._report("decode"),
+                transport=transport,
             )
         if assigned.role is not Role.PREFILL:
             return None
@@ -132,6 +135,7 @@ class Replica:
             timeout_s=handoff.timeout_s,
             board=self._board,
             on_failed=self._report("prefill"),
+            transport=transport,
         )
         return self._sender.start()
 

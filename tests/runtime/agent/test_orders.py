@@ -9,6 +9,7 @@ from runtime.clusters import written
 from pdctl.engines.channel import REPLICA_ENV, RUN_ENV, SOCKET_ENV
 from pdctl.runtime import process
 from pdctl.runtime.agent.orders import Orders
+from pdctl.runtime.certificate import cluster_certificate
 from pdctl.runtime.process import ACTOR_KEY_ENV
 from pdctl.runtime.state import ClusterRecord, StateDir, handoff_key
 
@@ -64,6 +65,26 @@ def test_assignments_carry_the_handoff_key_and_the_budget(tmp_path: Path) -> Non
         assert assigned.handoff.buffer_bytes == 1 << 20
         assert assigned.data_port == record.plan.replica("p0").data_port
         assert orders.assignment(record.plan.replica("d0")).data_port is None
+        assert assigned.certificate is None
         router = orders.router_assignment()
         assert (router.api_key, router.key) == ("opensesame", assigned.key)
         assert router.model_dir == str(tmp_path)
+
+
+def test_an_encrypted_clusters_replicas_share_one_certificate(tmp_path: Path) -> None:
+    """Each agent derives the same one from the key; neither the key nor it is in an environment."""
+    with written(tmp_path) as (state, record):
+        handoff = msgspec.structs.replace(record.topology.handoff, encrypt=True)
+        topology = msgspec.structs.replace(record.topology, handoff=handoff)
+        record = msgspec.structs.replace(record, topology=topology)
+        orders = [Orders(record, state, "local", environ={}) for _ in range(2)]
+        names = ("p0", "d0")
+        first, second = (
+            made.assignment(record.plan.replica(name))
+            for made, name in zip(orders, names, strict=True)
+        )
+        assert first.certificate is not None
+        assert first.certificate == second.certificate == cluster_certificate(state.read_key())
+        assert first.certificate.key_pem not in repr(first)
+        environment = orders[0].command("p0").env.values()
+        assert not any("PRIVATE KEY" in value for value in environment)

@@ -15,6 +15,7 @@ import msgspec
 from pdctl.engines.interface import Leg
 from pdctl.engines.mlx import versions
 from pdctl.engines.mlx.admission import Admission, Asked
+from pdctl.engines.mlx.call import Call
 from pdctl.engines.mlx.disconnects import DisconnectWatch
 from pdctl.engines.mlx.failure import RequestFailure, failure_of, refused
 from pdctl.engines.mlx.loop import EngineLoop
@@ -55,7 +56,7 @@ class Responder:
     def generate(self, request: Any, args: Any, progress_callback: Any = None) -> tuple[Any, Any]:
         """The context once the first token is there, and the responses from it on."""
         server = self._handler.server
-        call = server.admission.admit(request, args, self._handler.asked)
+        call = self._handler.call = server.admission.admit(request, args, self._handler.asked)
         with server.disconnects.watching(
             self._handler.connection, lambda: server.admission.cancel(call)
         ):
@@ -79,6 +80,7 @@ class Handler(library.APIHandler):  # type: ignore[misc]
 
     def __init__(self, request: Any, client_address: Any, server: Server) -> None:
         self.asked = Asked()
+        self.call: Call | None = None
         self.started = False
         self.server = server
         super().__init__(
@@ -114,6 +116,10 @@ class Handler(library.APIHandler):  # type: ignore[misc]
         except Exception as error:
             log.exception("request failed in the handler")
             self._fail(failure_of(error))
+        finally:
+            # the library lets go of a stream that it began to read, and of no other
+            if self.call is not None:
+                self.server.admission.cancel(self.call)
 
     def handle_models_request(self) -> None:
         """The loaded checkpoint; the library would look through a hub's cache."""

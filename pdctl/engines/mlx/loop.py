@@ -98,8 +98,13 @@ class EngineLoop(library.ResponseGenerator):  # type: ignore[misc]
                 self._rooms.pop(call.room, None)
         self.board.add(requests_active=-1)
         self.post(lambda: self._batch.remove(call))
-        if call.leg is not None:
+        if call.leg is None:
+            return
+        try:
             call.leg.release(error)
+        # the call has ended all the same, and so do those that end with it (R36)
+        except Exception:
+            log.exception("room=%s could not let go of its handoff", call.room)
 
     def abort(self, room: int) -> bool:
         """Ends the leg of a room at whatever stage it is; also one that has yet to arrive."""

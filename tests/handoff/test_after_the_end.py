@@ -1,0 +1,188 @@
+"""What is told to whom when a room is over, and that the engine's thread waits for none of it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+from handoff.ends import WAIT_S, Clock, Ends, Once, Prefill, Sink, both_ends, kv, place
+from handoff.peers import hear, proved_link, say_hello
+
+from pdctl.errors import HandoffError, HandoffExpired
+from pdctl.handoff import wire
+from pdctl.handoff.sender import Outbound
+from pdctl.handoff.transport.memory import MemoryTransport
+
+IDS = list(range(70))
+LEG_S = 20.0
+
+
+def live_on(ends: Ends, transport: MemoryTransport, clock: Clock, seconds: float) -> None:
+    """Time passes and both ends stay alive: each Renew is read before the next second."""
+    for _ in range(int(seconds)):
+        clock.now += 1.0
+        ends.sender.check()
+        ends.receiver.check()
+        assert transport.links[-1].drained(WAIT_S)
+
+
+def test_a_long_decode_outlives_its_handoffs_deadline() -> None:
+    """R1: after Done nothing of the room is under way, so that no deadline, renewal or silence
+    ends what decode makes of it, however long that takes."""
+    transport, clock = MemoryTransport(), Clock()
+    with both_ends(transport, clock=clock) as ends:
+        leg, sink, prefill = ends.leg(timeout_s=LEG_S), Sink(), Prefill()
+        inbound = ends.receiver.fetch(leg, IDS, sink)
+        outbound = ends.admit(leg, IDS, prefill)
+        ends.compute(outbound)
+        assert inbound.settled.wait(WAIT_S)
+        assert outbound.settled.wait(WAIT_S)
+        assert (ends.sender.check(), ends.receiver.check()) == (False, False)
+        for _ in range(100):
+            clock.now += LEG_S / 10
+            ends.sender.check()
+            ends.receiver.check()
+        assert sink.committed
+        assert (outbound.error, inbound.error, ends.failed) == (None, None, [])
+        for board in (ends.sent, ends.got):
+            assert board.read().handoffs_completed == 1
+        ends.run(70, again := Sink())
+        assert again.committed
+
+
+def test_a_receiver_whose_prompt_never_comes_hears_expired() -> None:
+    """R9: the Hello that waits for it ends with the sender's "expired", and a prompt that comes
+    after that hears the same."""
+    transport, clock = MemoryTransport(), Clock()
+    with both_ends(transport, clock=clock, timeout_s=10.0) as ends:
+        claimed = Once(ends.sender._rooms, "claim")
+        leg, sink = ends.leg(timeout_s=60.0), Sink()
+        inbound = ends.receiver.fetch(leg, IDS, sink)
+        claimed.wait()
+        left = Once(ends.sender._rooms, "leave")
+        live_on(ends, transport, clock, 9)
+        assert not inbound.settled.is_set()
+        clock.now += 1.0
+        ends.sender.check()
+        assert inbound.settled.wait(WAIT_S)
+        assert isinstance(sink.error, HandoffExpired)
+        assert "no prompt came within 10 s" in sink.error.message
+        left.wait()
+        with pytest.raises(HandoffExpired):
+            ends.admit(leg, IDS, Prefill())
+
+
+@pytest.mark.parametrize("begun", [False, True], ids=["queued", "computed"])
+def test_a_receiver_that_comes_after_the_deadline_hears_expired(begun: bool) -> None:
+    """R9: of a room that its sender dropped; the bytes are back before it comes."""
+    transport, clock = MemoryTransport(), Clock()
+    with both_ends(transport, clock=clock) as ends:
+        leg, sink = ends.leg(timeout_s=LEG_S), Sink()
+        outbound = ends.admit(leg, IDS, Prefill())
+        if begun:
+            ends.compute(outbound)
+        clock.now += LEG_S
+        ends.sender.check()
+        assert outbound.settled.wait(WAIT_S)
+        assert ends.sent.read().buffer_bytes_used == 0
+        inbound = ends.receiver.fetch(leg, IDS, sink)
+        assert inbound.settled.wait(WAIT_S)
+        assert isinstance(sink.error, HandoffExpired)
+        assert sink.calls == ["abort"]
+
+
+def test_the_engines_thread_never_waits_for_a_frozen_receiver() -> None:
+    """R11: the writer is stuck in a send; every call that the engine makes returns meanwhile."""
+    transport, tokens = MemoryTransport(), 20_000
+    with both_ends(transport) as ends:
+        leg = ends.leg()
+        outbound = ends.admit(leg, list(range(tokens)), Prefill())
+        place(outbound, kv(tokens), tokens - 1, tokens)
+        with proved_link(transport, ends.port) as link:
+            say_hello(link, leg)
+            assert isinstance(hear(link), wire.Offer)
+            link.send(wire.Grant(tokens=tokens, held_tokens=0, first_token=True), leg.room)
+            full = transport.links[-1].down
+            with transport.links[-1].changed:
+                assert transport.links[-1].changed.wait_for(lambda: full.unread >= 1 << 18, WAIT_S)
+
+            def engine() -> None:
+                assert outbound.begin_last()
+                outbound.pages()
+                outbound.written(tokens)
+                outbound.finish(7)
+                outbound.cancel()
+
+            thread = threading.Thread(target=engine)
+            thread.start()
+            thread.join(WAIT_S)
+            assert not thread.is_alive()
+            # the send is still stuck: the pages may not go before it is over
+            assert not outbound.settled.is_set()
+        assert outbound.settled.wait(WAIT_S)
+
+
+def test_a_release_that_raises_forgets_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    """R36: the prompt whose bytes could not be given back has ended all the same, is told so
+    once, and the others that ended with it are too."""
+    with both_ends() as ends:
+        prefills = [Prefill() for _ in range(3)]
+        outbounds = [ends.admit(ends.leg(), IDS, prefill) for prefill in prefills]
+        claim = outbounds[1].claim
+        assert claim is not None
+        release = claim.release
+
+        def fails() -> None:
+            release()
+            raise RuntimeError("the allocator is gone")
+
+        claim.release = fails  # type: ignore[method-assign]
+        for outbound in outbounds:
+            outbound.fail(HandoffError("out of memory"))
+        for outbound in outbounds:
+            assert outbound.settled.wait(WAIT_S)
+        ends.sender.close()
+        assert [prefill.settled_calls for prefill in prefills] == [1, 1, 1]
+        assert ends.sent.read().handoffs_failed == 3
+        assert ends.sender._rooms.open() == []
+        assert "callback failed" in caplog.text
+
+
+def test_failures_are_reported_with_no_lock_held() -> None:
+    """R69: whoever tells the agent of a failure may wait for it; both ends can be used by
+    other threads meanwhile."""
+    with both_ends() as ends:
+        reports: list[tuple[str, bool]] = []
+
+        def reporting(end: str) -> Callable[[int, str, str], None]:
+            def on_failed(room: int, cause: str, detail: str) -> None:
+                thread = threading.Thread(target=use, args=(ends,))
+                thread.start()
+                thread.join(WAIT_S)
+                reports.append((end, not thread.is_alive()))
+
+            return on_failed
+
+        ends.sender._on_failed = reporting("p0")
+        ends.receiver._on_failed = reporting("d0")
+        leg, sink = ends.leg(), Sink()
+        sink.raises["offered"] = MemoryError("no blocks left")
+        inbound = ends.receiver.fetch(leg, IDS, sink)
+        outbound = ends.admit(leg, IDS, Prefill())
+        ends.compute(outbound)
+        assert inbound.settled.wait(WAIT_S)
+        assert outbound.settled.wait(WAIT_S)
+        assert sorted(reports) == [("d0", True), ("p0", True)]
+
+
+def use(ends: Ends) -> None:
+    """What another request's threads do: open a room, end it, look at all of them."""
+    done = threading.Event()
+    other: Outbound = ends.sender.admit(
+        ends.leg(), IDS, on_reserved=lambda outbound: done.set(), on_settled=lambda outbound: None
+    )
+    assert done.wait(WAIT_S)
+    ends.sender.check()
+    ends.receiver.check()
+    other.cancel()

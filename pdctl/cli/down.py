@@ -14,6 +14,7 @@ from pdctl.cli.launch_view import Board, board
 from pdctl.errors import ClusterError
 from pdctl.runtime import lock
 from pdctl.runtime.interruption import Interruption
+from pdctl.runtime.keeper import hosts_of
 from pdctl.runtime.state import ClusterRecord, StateDir, resolve
 from pdctl.runtime.teardown import take_down
 
@@ -33,14 +34,19 @@ def down(
         if record is None:
             state.clear()
             return _nothing(name)
-        with board() as shown:
-            left = anyio.run(partial(_take_down, state, record, shown))
-        if left:
-            raise ClusterError(
-                f"not everything could be stopped: {'; '.join(left)}",
-                hint="end it by hand, then `pdctl down` again",
-            )
+        stop(state, record)
         render.stdout().print(f"{name} is down; its logs are in {state.logs}", soft_wrap=True)
+
+
+def stop(state: StateDir, record: ClusterRecord) -> None:
+    """Takes it down; the caller holds the lock. Raises ClusterError where something is left."""
+    with board() as shown:
+        left = anyio.run(partial(_take_down, state, record, shown))
+    if left:
+        raise ClusterError(
+            f"not everything could be stopped: {'; '.join(left)}",
+            hint="end it by hand, then `pdctl down` again",
+        )
 
 
 def _nothing(name: str) -> None:
@@ -50,5 +56,5 @@ def _nothing(name: str) -> None:
 async def _take_down(state: StateDir, record: ClusterRecord, shown: Board) -> tuple[str, ...]:
     interruption = Interruption(partial(shown.say, "still stopping; it is bounded"))
     interruption.name = "taking down"
-    with interruption.watching():
-        return await take_down(state, record, shown.show)
+    with interruption.watching(), hosts_of(record) as hosts:
+        return await take_down(state, record, shown.show, hosts=hosts)

@@ -51,25 +51,33 @@ def drain(
 
 
 async def _drain(state: StateDir, record: ClusterRecord, replica: str, timeout_s: float) -> None:
-    keeper = keeper_of(state, record)
     say = render.stderr().print
-    closes, stay = closing(await keeper.snapshot(), replica)
-    if closes:
-        say(f"this closes {', '.join(closes)}; {_staying(stay)}", soft_wrap=True)
-    before = await keeper.drain(replica)
-    await wait_idle(
-        keeper,
-        replica,
-        timeout_s=timeout_s,
-        told=lambda count: say(f"waiting for {render.counted(count, 'request')} on {replica} …"),
-    )
+    async with keeper_of(state, record) as keeper:
+        closes, stay = closing(await keeper.snapshot(), replica)
+        if closes:
+            say(f"this closes {', '.join(closes)}; {_staying(stay)}", soft_wrap=True)
+        before = await keeper.drain(replica)
+        await wait_idle(
+            keeper,
+            replica,
+            timeout_s=timeout_s,
+            told=lambda count: say(
+                f"waiting for {render.counted(count, 'request')} on {replica} …"
+            ),
+        )
     word = "is drained already" if before else "is drained"
     render.stdout().print(f"{replica} {word}: nothing runs on it", soft_wrap=True)
     say(_how(record, replica), soft_wrap=True)
 
 
+def _waiting(replica: str, count: int) -> None:
+    text = f"waiting for {render.counted(count, 'request')} on {replica} …"
+    render.stderr().print(text, soft_wrap=True)
+
+
 async def _open(state: StateDir, record: ClusterRecord, replica: str) -> None:
-    before = await keeper_of(state, record).drain(replica, undo=True)
+    async with keeper_of(state, record) as keeper:
+        before = await keeper.drain(replica, undo=True)
     word = "takes requests again" if before else "was not draining"
     render.stdout().print(f"{replica} {word}", soft_wrap=True)
 

@@ -12,12 +12,14 @@ import anyio
 import typer
 
 from pdctl.cli import render
+from pdctl.cli.change_view import answers, change
+from pdctl.cli.down import stop
 from pdctl.cli.launch_view import Board, Prefixes, board
 from pdctl.errors import ClusterError
 from pdctl.runtime import lock
 from pdctl.runtime.foreground import Session
 from pdctl.runtime.interruption import raising
-from pdctl.runtime.launch import prepare, refuse_running
+from pdctl.runtime.launch import prepare
 from pdctl.runtime.logs import Line
 from pdctl.runtime.state import ClusterRecord, StateDir, declared_name
 from pdctl.runtime.validation import Validation, validate
@@ -34,7 +36,8 @@ def up(
 ) -> None:
     """Launch a cluster and wait until a real generation has gone through every path.
 
-    In the foreground it shows the logs, and Ctrl-C takes everything down."""
+    In the foreground it shows the logs, and Ctrl-C takes everything down. Where the cluster runs
+    already, the difference to its file is shown and applied, and nothing else is touched."""
     path = topology.expanduser()
     state = _state_of(path)
     with raising(), contextlib.ExitStack() as stack:
@@ -42,11 +45,33 @@ def up(
         state.make()
         locked = stack.enter_context(contextlib.ExitStack())
         locked.enter_context(lock.held(state.lock, state.path.name))
-        refuse_running(state)
+        record = state.read()
+        if record is not None and _is_up(state, record):
+            change(state, record, path, wait_s=wait_timeout)
+            return
         checked = _checked(path)
         if not checked.report.valid:
             raise typer.Exit(checked.report.exit_code)
         _launch(state, locked, path, checked, wait_timeout_s=wait_timeout, detach=detach)
+
+
+def _is_up(state: StateDir, record: ClusterRecord) -> bool:
+    """Whether there is a cluster to change; what is left of one that is not is cleared away.
+
+    Raises:
+        ClusterError: something of it can't be stopped.
+    """
+    if record.phase != "running":
+        what = "was left half launched or half stopped"
+    elif answers(state, record):
+        return True
+    else:
+        what = "has lost its agent"
+    say = render.stderr().print
+    say(f'cluster "{record.cluster}" {what}: taking down what is left first', soft_wrap=True)
+    stop(state, record)
+    state.make()
+    return False
 
 
 def _state_of(path: Path) -> StateDir:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import anyio
 
 from pdctl.errors import ClusterError, UsageError
-from pdctl.runtime.agent.client import AgentClient
+from pdctl.runtime.agent.client import AgentCalls
 from pdctl.runtime.agent.journal import ROUTER
 from pdctl.runtime.agent.view import Snapshot
 from pdctl.runtime.progress import text_of
@@ -65,7 +65,7 @@ def active(snapshot: Snapshot, name: str) -> int | None:
 
 
 async def wait_idle(
-    keeper: AgentClient, name: str, *, timeout_s: float, told: Told = lambda count: None
+    keeper: AgentCalls, name: str, *, timeout_s: float, told: Told = lambda count: None
 ) -> None:
     """Waits until nothing runs on a drained replica (or through the router) any more.
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
+from pathlib import Path
 
 import anyio
 
 from pdctl.errors import ClusterError
 from pdctl.runtime import lock, process
 from pdctl.runtime.events import Emit
+from pdctl.runtime.hosts.interface import RuntimeHost
 from pdctl.runtime.interruption import Interruption
+from pdctl.runtime.keeper import hosts_of
 from pdctl.runtime.launch import launch
-from pdctl.runtime.logs import Line, follow
+from pdctl.runtime.logs import Line, follow, sizes
 from pdctl.runtime.state import ClusterRecord, StateDir
 from pdctl.runtime.teardown import take_down
 from pdctl.trace import monotonic_s
@@ -64,43 +67,55 @@ class Session:
             ClusterError: the agent ended by itself; everything was stopped.
         """
         with self.interruption.watching():
-            with anyio.CancelScope() as scope:
-                self.interruption.cancels(scope.cancel)
-                record = await launch(
-                    self.state,
-                    prepare(),
-                    self.emit,
-                    wait_timeout_s=wait_timeout_s,
-                    interrupted=lambda: self.interruption.name,
-                )
-                self.locked.close()
-                self.ready(record)
-                if detach:
-                    return ()
-                await self._attend(record)
-            return await self._end(record)
+            record = prepare()
+            with hosts_of(record) as hosts:
+                with anyio.CancelScope() as scope:
+                    self.interruption.cancels(scope.cancel)
+                    record = await launch(
+                        self.state,
+                        record,
+                        self.emit,
+                        wait_timeout_s=wait_timeout_s,
+                        interrupted=lambda: self.interruption.name,
+                        hosts=hosts,
+                    )
+                    self.locked.close()
+                    logs = self._logs(record)
+                    ends = sizes(logs)
+                    self.ready(record)
+                    if detach:
+                        return ()
+                    await self._attend(record, logs, ends)
+                return await self._end(record, hosts)
 
-    async def _attend(self, record: ClusterRecord) -> None:
-        """Shows the logs until the agent has gone, or for ever."""
+    def _logs(self, record: ClusterRecord) -> dict[str, Path]:
         names = [r.name for r in record.plan.replicas]
         names += ["router", *(f"agent-{host}" for host in record.agents)]
+        return {name: self.state.log(name) for name in names}
+
+    async def _attend(
+        self, record: ClusterRecord, logs: Mapping[str, Path], ends: Mapping[str, int]
+    ) -> None:
+        """Shows what the logs grow by beyond `ends`, until the agent has gone, or for ever."""
         agent = record.agents[record.plan.router_host].mark
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._follow, names)
+            tasks.start_soon(self._follow, logs, ends)
             await process.wait_exit(agent)
             tasks.cancel_scope.cancel()
 
-    async def _follow(self, names: list[str]) -> None:
-        async for line in follow({name: self.state.log(name) for name in names}):
+    async def _follow(self, logs: Mapping[str, Path], ends: Mapping[str, int]) -> None:
+        async for line in follow(logs, starts=ends):
             self.show(line)
 
-    async def _end(self, record: ClusterRecord) -> tuple[str, ...]:
+    async def _end(
+        self, record: ClusterRecord, hosts: Mapping[str, RuntimeHost]
+    ) -> tuple[str, ...]:
         with anyio.CancelScope(shield=True):
             async with _locked(self.state, record.cluster):
                 present = self.state.read()
                 if present is None or present.run != record.run:
                     return ()
-                left = await take_down(self.state, record, self.emit)
+                left = await take_down(self.state, record, self.emit, hosts=hosts)
         if not left and self.interruption.name is None:
             raise ClusterError(
                 "the agent ended by itself; everything was stopped",

@@ -1,4 +1,4 @@
-"""`up`: agents, then replicas, then the router, then a canary through every path.
+"""`up`: the keeper, its other hosts' agents, replicas, the router, a canary through every path.
 
 Whatever ends it early (a failure, a deadline, Ctrl-C, SIGTERM, SIGHUP) ends everything that
 was started, and proves it, before anybody is told.
@@ -6,29 +6,35 @@ was started, and proves it, before anybody is told.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import secrets
-import sys
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import anyio
 import anyio.lowlevel
 import msgspec
 
-from pdctl.engines.channel import RUN_ENV
-from pdctl.engines.interface import Command
-from pdctl.errors import AgentLost, ClusterError, InterruptedLaunch, LaunchError, UsageError
-from pdctl.runtime.agent.client import AgentClient
+from pdctl.errors import (
+    AgentLost,
+    ClusterError,
+    HostError,
+    InterruptedLaunch,
+    LaunchError,
+    PdctlError,
+    UsageError,
+)
+from pdctl.runtime.agent.client import AgentCalls
 from pdctl.runtime.agent.journal import ROUTER
 from pdctl.runtime.agent.view import Snapshot
 from pdctl.runtime.events import Emit, LaunchEvent, Stage
 from pdctl.runtime.hosts.interface import Mark, RuntimeHost
+from pdctl.runtime.keeper import agent_of, in_thread, this_machine
+from pdctl.runtime.placement import deposit, placement, start_agent
 from pdctl.runtime.progress import Progress
 from pdctl.runtime.state import AgentRecord, ClusterRecord, StateDir
-from pdctl.runtime.teardown import Reach, local, take_down
+from pdctl.runtime.teardown import take_down
 from pdctl.runtime.validation import Validation
 from pdctl.topology.model import Role
 from pdctl.trace import monotonic_s
@@ -89,26 +95,28 @@ async def launch(
     *,
     wait_timeout_s: float,
     interrupted: Callable[[], str | None] = lambda: None,
-    reach: Reach = local,
+    hosts: Mapping[str, RuntimeHost] | None = None,
 ) -> ClusterRecord:
     """Launches what `prepare` wrote. The caller holds the lock, and cancels to interrupt.
 
     Args:
         interrupted: after a cancellation, the name of the signal that caused it.
+        hosts: the way to every host of the plan; None: all of them are this machine.
 
     Raises:
         LaunchError: failed or late; everything was rolled back.
         InterruptedLaunch: cancelled; everything was rolled back.
     """
-    work = _Launch(state, record, emit, wait_timeout_s, reach)
+    hosts = hosts or this_machine(record)
+    work = _Launch(state, record, emit, wait_timeout_s, hosts)
     try:
         return await work.run()
     except BaseException as error:  # whatever it was, nothing may stay behind
         emit(LaunchEvent(stage=Stage.ROLLBACK, subject=record.cluster, state="started"))
-        left = await take_down(state, work.record, emit, reach=reach)
+        left = await take_down(state, work.record, emit, hosts=hosts)
         if isinstance(error, anyio.get_cancelled_exc_class()):
             raise _after(InterruptedLaunch, _interruption(interrupted()), None, left) from None
-        if isinstance(error, (LaunchError, ClusterError, AgentLost)):
+        if isinstance(error, (LaunchError, ClusterError, HostError)):
             raise _after(LaunchError, error.message, error.hint, left) from error
         raise
 
@@ -137,84 +145,82 @@ class _Launch:
         record: ClusterRecord,
         emit: Emit,
         wait_timeout_s: float,
-        reach: Reach,
+        hosts: Mapping[str, RuntimeHost],
     ) -> None:
         self.state = state
         self.record = record
         self.emit = emit
         self.until_s = monotonic_s() + wait_timeout_s
         self.wait_timeout_s = wait_timeout_s
-        plan = record.plan
-        self.hosts = {n: reach(record.topology.hosts[n]) for n in plan.agent_ports}
-        self.agents: dict[str, AgentClient] = {}
+        self.hosts = hosts
         self.progress = Progress(emit)
 
     async def run(self) -> ClusterRecord:
-        for host in self.hosts.values():
-            await self._start_agent(host)
+        keeper = await self._start_keeper()
+        await self._follow(keeper, _hosts_ready)
         for replica in sorted(self.record.plan.replicas, key=lambda r: r.role is Role.PREFILL):
-            await self.agents[replica.host].start(replica.name)
-        for name in self.hosts:
-            await self._follow(name, _replicas_ready)
-        keeper = self.record.plan.router_host
-        await self.agents[keeper].start(ROUTER)
+            await keeper.start(replica.name)
+        await self._follow(keeper, _replicas_ready)
+        await keeper.start(ROUTER)
         snapshot = await self._follow(keeper, self._paths_ready)
         await anyio.lowlevel.checkpoint()  # the last moment at which Ctrl-C still rolls back
         url = snapshot.router.url if snapshot.router else None
         self._write(phase="running", url=url)
         return self.record
 
-    async def _start_agent(self, host: RuntimeHost) -> None:
+    async def _start_keeper(self) -> AgentCalls:
+        """The agent of the router's host; it starts the others itself."""
+        host = self.hosts[self.record.plan.router_host]
         declared = self.record.topology.hosts[host.name]
-        port = self.record.plan.agent_ports[host.name]
-        command = Command(
-            argv=(
-                declared.agent_python or sys.executable,
-                *("-m", "pdctl.runtime.agent"),
-                *("--state", str(self.state.path)),
-                *("--host", host.name),
-            ),
-            env={RUN_ENV: self.record.run},
-        )
-        log = self.state.log(f"agent-{host.name}")
-        mark = host.spawn(command, log=str(log))
-        agents = {**self.record.agents, host.name: AgentRecord(port=port, mark=mark)}
-        self._write(agents=agents)
-        self._tell(Stage.AGENT, host.name, "starting", pid=mark.pid)
+        place = await in_thread(placement, host, self.record, self.state)
         key = self.state.read_key()
-        self.agents[host.name] = AgentClient(host.name, port, self.record.run, key)
-        await self._answering(host, mark, log)
+        if declared.ssh is not None:
+            api_key = self.state.read_api_key()
+            await in_thread(partial(deposit, host, place, self.record, key=key, api_key=api_key))
+        log = place.log(f"agent-{host.name}")
+        start = partial(start_agent, host, declared, self.record, state=place.state, log=log)
+        mark = await in_thread(start)
+        port = self.record.plan.agent_ports[host.name]
+        self._write(agents={host.name: AgentRecord(port=port, mark=mark)})
+        self._tell(Stage.AGENT, host.name, "starting", pid=mark.pid)
+        keeper = await agent_of(host.name, self.state, self.record, self.hosts)
+        await self._answering(keeper, host, mark)
         self._tell(Stage.AGENT, host.name, "ready", pid=mark.pid)
+        return keeper
 
-    async def _answering(self, host: RuntimeHost, mark: Mark, log: Path) -> None:
+    async def _answering(self, keeper: AgentCalls, host: RuntimeHost, mark: Mark) -> None:
         until_s = min(self.until_s, monotonic_s() + AGENT_S)
+        log = f"agent-{host.name}"
         while True:
             try:
-                await self.agents[host.name].check(timeout_s=2.0)
+                await keeper.check(timeout_s=2.0)
                 return
             except AgentLost as error:
                 lost = error
-            if not host.alive(mark):
-                raise self._failed(f'the agent of host "{host.name}" ended at once', log)
+            if not await in_thread(host.alive, mark):
+                raise await self._failed(
+                    f'the agent of host "{host.name}" ended at once', host.name, log
+                )
             if monotonic_s() >= until_s:
-                raise self._failed(lost.message, log)
+                raise await self._failed(lost.message, host.name, log)
             await anyio.sleep(ANSWER_EVERY_S)
 
-    async def _follow(self, host: str, done: Callable[[Snapshot], bool]) -> Snapshot:
+    async def _follow(self, keeper: AgentCalls, done: Callable[[Snapshot], bool]) -> Snapshot:
         """Waits, from picture to picture, until `done`; fails at the first sign of trouble."""
         version = 0
         while True:
             left_s = self.until_s - monotonic_s()
             try:
-                snapshot = await self.agents[host].changes(version, max(0.0, left_s))
+                snapshot = await keeper.changes(version, max(0.0, left_s))
             except AgentLost as error:
-                raise self._failed(error.message, self.state.log(f"agent-{host}")) from error
+                raise await self._failed(
+                    error.message, keeper.host, f"agent-{keeper.host}"
+                ) from error
             version = snapshot.version
             self.progress.show(snapshot)
             trouble = self.progress.trouble(snapshot)
             if trouble is not None:
-                subject, sentence = trouble
-                raise self._failed(sentence, self.state.log(subject))
+                raise await self._failed(trouble.sentence, trouble.host, trouble.log)
             if done(snapshot):
                 return snapshot
             if left_s <= 0:
@@ -231,10 +237,18 @@ class _Launch:
         enough = len(snapshot.pairs) >= len(plan.pairs) and len(snapshot.replicas) >= alone
         return enough and all(path.state == "ready" for path in paths)
 
-    def _failed(self, sentence: str, log: Path) -> LaunchError:
-        for line in last_lines(log, LOG_LINES):
-            self._tell(Stage.LOG, log.stem, line)
-        return LaunchError(sentence, hint=f"its log is {log}")
+    async def _failed(self, sentence: str, host: str, name: str) -> LaunchError:
+        """Shows the end of the log that tells why, wherever it lies."""
+        far = self.hosts[host or self.record.plan.router_host]
+        try:
+            place = await in_thread(placement, far, self.record, self.state)
+            raw = await in_thread(far.read, place.log(name)) or b""
+        except PdctlError as error:
+            return LaunchError(f"{sentence}; its log can't be read: {error.message}")
+        for line in raw.decode("utf-8", "replace").splitlines()[-LOG_LINES:]:
+            self._tell(Stage.LOG, name, line)
+        where = "" if self.record.topology.hosts[far.name].ssh is None else f" on {far.name}"
+        return LaunchError(sentence, hint=f"its log is {place.log(name)}{where}")
 
     def _write(self, **changes: object) -> None:
         self.record = msgspec.structs.replace(self.record, **changes)
@@ -244,13 +258,9 @@ class _Launch:
         self.emit(LaunchEvent(stage=stage, subject=subject, state=state, pid=pid))
 
 
+def _hosts_ready(snapshot: Snapshot) -> bool:
+    return all(host.state == "ready" for host in snapshot.hosts)
+
+
 def _replicas_ready(snapshot: Snapshot) -> bool:
     return all(member.state == "ready" for member in snapshot.members)
-
-
-def last_lines(log: Path, count: int) -> list[str]:
-    """The last lines of a log; empty where there is none."""
-    with contextlib.suppress(OSError), log.open("rb") as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - (1 << 16)))
-        return file.read().decode("utf-8", "replace").splitlines()[-count:]
-    return []

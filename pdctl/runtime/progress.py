@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from pdctl.engines.channel import MemberState, PairState
 from pdctl.runtime.agent.view import RouterState, Snapshot
 from pdctl.runtime.events import Emit, LaunchEvent, Stage
 
 ENDED = frozenset({"backoff", "failed", "stopped"})
+
+
+class Trouble(NamedTuple):
+    """Why a launch cannot succeed any more, and whose log shows it."""
+
+    sentence: str
+    log: str
+    """A replica's name, "router", or "agent-HOST"."""
+    host: str
+    """Where that log lies; "" for the router's host."""
 
 
 class Progress:
@@ -17,6 +29,8 @@ class Progress:
         self._seen: dict[tuple[Stage, str], str] = {}
 
     def show(self, snapshot: Snapshot) -> None:
+        for host in snapshot.hosts:
+            self._tell(Stage.AGENT, host.name, host.state, host.cause, None)
         for member in snapshot.members:
             self._tell(Stage.REPLICA, member.name, member.state, member.cause, member.pid)
         router = snapshot.router
@@ -34,25 +48,36 @@ class Progress:
         self._emit(LaunchEvent(stage=stage, subject=subject, state=state, detail=detail, pid=pid))
 
     @staticmethod
-    def trouble(snapshot: Snapshot) -> tuple[str, str] | None:
-        """(whose log to show, a sentence) when the launch cannot succeed any more. A first
-        launch is not tried again: what fails once is to be seen."""
+    def trouble(snapshot: Snapshot) -> Trouble | None:
+        """A first launch is not tried again: what fails once is to be seen."""
+        for host in snapshot.hosts:
+            if host.state == "unreachable":
+                sentence = host.cause or f'host "{host.name}" can\'t be reached'
+                return Trouble(sentence, f"agent-{host.name}", host.name)
         for member in snapshot.members:
             if _has_ended(member):
-                return member.name, f'replica "{member.name}" failed: {_cause(member)}'
+                sentence = f'replica "{member.name}" failed: {_cause(member)}'
+                return Trouble(sentence, member.name, member.host)
         router = snapshot.router
         if router is not None and _has_ended(router):
-            return "router", f"the router failed: {_cause(router)}"
+            return Trouble(f"the router failed: {_cause(router)}", "router", "")
         for path in (*snapshot.pairs, *snapshot.replicas):
             if path.state == "failed":
                 what = "replica" if path.prefill == path.decode else "pair"
-                return path.decode, f"{what} {text_of(path)} failed its canary: {path.cause}"
+                sentence = f"{what} {text_of(path)} failed its canary: {path.cause}"
+                hosts = {member.name: member.host for member in snapshot.members}
+                return Trouble(sentence, path.decode, hosts.get(path.decode, ""))
         return None
 
     @staticmethod
     def waiting(snapshot: Snapshot) -> str:
         """What is not ready yet, in words."""
         found = [
+            f'host "{host.name}" is {host.state}'
+            for host in snapshot.hosts
+            if host.state != "ready"
+        ]
+        found += [
             f'replica "{member.name}" is {member.state}'
             for member in snapshot.members
             if member.state != "ready"

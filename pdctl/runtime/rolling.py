@@ -87,12 +87,12 @@ class Rolling:
                     await self.keeper.drain(name, undo=True)
             raise
 
-    async def rejoined(self, name: str, before: Snapshot | None, wait_s: float) -> None:
-        """Waits until it has rejoined, as another incarnation than in `before`; None: as any."""
+    async def rejoined(self, name: str, before: Snapshot, wait_s: float) -> None:
+        """Waits until it has rejoined, as another incarnation than in `before`."""
         progress = Progress(self.emit)
 
         def done(snapshot: Snapshot) -> bool:
-            if before is not None and not is_newer(snapshot, before, name):
+            if not is_newer(snapshot, before, name):
                 self._refuse_stuck(snapshot, name)
                 return False
             progress.show(about(snapshot, name))

@@ -57,6 +57,8 @@ class ClusterRecord(msgspec.Struct, frozen=True, kw_only=True):
     plan: Plan
     contract: Contract
     agents: dict[str, AgentRecord] = {}
+    unsettled: tuple[str, ...] = ()
+    """Replicas, or "router", that a change in progress has not brought to this record yet."""
     url: str | None = None
 
     @property

@@ -7,13 +7,13 @@ from typing import Any
 import msgspec
 
 from pdctl.engines.channel import MemberState, PairState
-from pdctl.errors import AgentLost, ClusterError
+from pdctl.errors import ClusterError, HostError
 from pdctl.handoff.counters import PairCounters
 from pdctl.runtime import process
 from pdctl.runtime.agent import journal
-from pdctl.runtime.agent.client import AgentClient
 from pdctl.runtime.agent.journal import ROUTER, Entry
 from pdctl.runtime.agent.view import RouterState, Snapshot
+from pdctl.runtime.keeper import keeper_of
 from pdctl.runtime.state import ClusterRecord, StateDir
 
 
@@ -27,20 +27,21 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     replicas: list[dict[str, Any]]
     router: dict[str, Any]
     pairs: list[dict[str, Any]]
+    hosts: list[dict[str, Any]] = []
+    """Every host but the router's."""
     problem: str | None = None
     """Why this is not the whole picture; None when it is."""
 
 
 async def status(state: StateDir, record: ClusterRecord) -> Status:
     """Counters of this moment. A dead agent is said, and its journal shown instead."""
-    host = record.plan.router_host
-    port = record.plan.agent_ports[host]
     try:
-        client = AgentClient(host, port, record.run, state.read_key())
-        await client.check()
-        return from_snapshot(record, await client.snapshot(fresh=True))
-    except (AgentLost, ClusterError) as error:
-        return from_journal(record, journal.read(state.journal(host)), error.message)
+        async with keeper_of(state, record) as keeper:
+            await keeper.check()
+            return from_snapshot(record, await keeper.snapshot(fresh=True))
+    except (ClusterError, HostError) as error:
+        found = journal.read(state.journal(record.plan.router_host))
+        return from_journal(record, found, error.message)
 
 
 def from_snapshot(record: ClusterRecord, snapshot: Snapshot) -> Status:
@@ -61,6 +62,7 @@ def from_snapshot(record: ClusterRecord, snapshot: Snapshot) -> Status:
             }
             for pair in snapshot.pairs
         ],
+        hosts=[msgspec.to_builtins(host) for host in snapshot.hosts],
     )
 
 

@@ -8,21 +8,19 @@ the end looks at processes, ports and sockets, and is all that counts.
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
-from typing import TypeVar
 
 import anyio
 import msgspec
 
 from pdctl.errors import AgentLost, ClusterError, PdctlError
 from pdctl.runtime.agent import journal
-from pdctl.runtime.agent.client import AgentClient
 from pdctl.runtime.events import Emit, LaunchEvent, Stage
 from pdctl.runtime.hosts.interface import Mark, RuntimeHost
-from pdctl.runtime.hosts.local import LocalHost
+from pdctl.runtime.keeper import agent_of, in_thread, this_machine
+from pdctl.runtime.placement import Placement, clear, placement
 from pdctl.runtime.state import ClusterRecord, StateDir
-from pdctl.topology.model import Host
 from pdctl.trace import monotonic_s
 
 AGENT_END_S = 60.0
@@ -32,41 +30,58 @@ KILL_S = 5.0
 LOOK_EVERY_S = 0.05
 """Between two looks at a process that was told to end; a remote host can't do better."""
 PORTS_S = 3.0
-
-Reach = Callable[[Host], RuntimeHost]
-T = TypeVar("T")
-
-
-def local(host: Host) -> RuntimeHost:
-    return LocalHost(host.name)
+AGENT_LINGER_S = 5.0
+"""From an agent's last answer to the end of its process."""
+SWEEPS = 3
+"""A process may start another between a look and its end."""
 
 
 async def take_down(
-    state: StateDir, record: ClusterRecord, emit: Emit, *, reach: Reach = local
+    state: StateDir,
+    record: ClusterRecord,
+    emit: Emit,
+    *,
+    hosts: Mapping[str, RuntimeHost] | None = None,
 ) -> tuple[str, ...]:
     """Ends the cluster and clears its state. Shielded and bounded; the caller holds the lock.
+
+    The keeper first, which ends the other agents; then, on every host, whatever agent still
+    answers; then what is left without one. Hosts that share a machine may not tear at each
+    other's processes before all agents had their turn.
+
+    Args:
+        hosts: the way to every host of the plan; None: all of them are this machine.
 
     Returns:
         What is left, a sentence each; empty when nothing is. State is kept while something is.
     """
-    hosts = {n: reach(record.topology.hosts[n]) for n in record.plan.agent_ports}
-    left: list[str] = []
+    hosts = hosts or this_machine(record)
     with anyio.CancelScope(shield=True):
         record = msgspec.structs.replace(record, phase="stopping")
         state.write(record)
-        for host in hosts.values():
-            try:
-                await _Ending(state, record, host, emit).run()
-            except PdctlError as error:
-                left.append(error.message)
-        left += await _leftovers(record, hosts)
+        endings = [_Ending(state, record, hosts[n], emit) for n in _keeper_first(record)]
+        await endings[0].attempt(endings[0].ask)
+        for step in (_Ending.look, _Ending.ask, _Ending.end, _Ending.prove):
+            async with anyio.create_task_group() as tasks:
+                for ending in endings:
+                    tasks.start_soon(ending.attempt, partial(step, ending))
+        if not any(ending.left for ending in endings):
+            for ending in endings:
+                await ending.attempt(ending.clear)
+        left = tuple(sentence for ending in endings for sentence in ending.left)
         if not left:
             state.clear()
-    return tuple(left)
+    return left
+
+
+def _keeper_first(record: ClusterRecord) -> list[str]:
+    keeper = record.plan.router_host
+    return sorted(record.plan.agent_ports, key=lambda name: name != keeper)
 
 
 class _Ending:
-    """One host's processes."""
+    """One host's processes. A failing step is noted and skips none of the others, but where
+    the host can't be reached: every one of them would wait for it again."""
 
     def __init__(
         self, state: StateDir, record: ClusterRecord, host: RuntimeHost, emit: Emit
@@ -75,77 +90,119 @@ class _Ending:
         self.record = record
         self.host = host
         self.emit = emit
-        self.journal_path = state.journal(host.name)
+        self.left: list[str] = []
+        self._known: dict[str, Mark] = {}
+        self._place: Placement | None = None
+        self._unreachable = False
 
-    async def run(self) -> None:
-        known = await self._living(journal.read(self.journal_path))
-        agent = self.record.agents.get(self.host.name)
-        if agent is not None and await _in_thread(self.host.alive, agent.mark):
-            if not await self._asked(agent.port, agent.mark):
-                await self._stop(agent.mark, REPLICA_GRACE_S)
-            known |= await self._living(journal.read(self.journal_path))
-            for name, mark in known.items():
-                if not await _in_thread(self.host.alive, mark):
-                    self._stopped(name, mark)
-            self._stopped("agent", agent.mark)
-        for name, mark in known.items():
-            if await _in_thread(self.host.alive, mark):
-                await self._stop(mark, REPLICA_GRACE_S)
-                self._stopped(name, mark)
-        for mark in await _in_thread(self.host.marked, self.record.run):
-            await self._stop(mark, 0.0)
-            self._stopped("leftover process", mark)
-        await _in_thread(self.host.remove, self.record.socket_dir)
-
-    async def _asked(self, port: int, mark: Mark) -> bool:
-        """Whether the agent, asked to, ended everything and itself."""
+    async def attempt(self, step: Callable[[], Awaitable[None]]) -> None:
+        if self._unreachable:
+            return
         try:
-            key = self.state.read_key()
-            client = AgentClient(self.host.name, port, self.record.run, key)
-            await client.check()
-            await client.shutdown()
+            await step()
+        except PdctlError as error:
+            self._unreachable = self._is_far
+            if error.message not in self.left:
+                self.left.append(error.message)
+
+    @property
+    def _is_far(self) -> bool:
+        return self.record.topology.hosts[self.host.name].ssh is not None
+
+    async def look(self) -> None:
+        """What of it lives, by its journal."""
+        self._known |= await self._living()
+
+    async def ask(self) -> None:
+        """Its agent, where there is one, to end everything and itself."""
+        self._known |= await self._living()
+        try:
+            agent = await agent_of(
+                self.host.name, self.state, self.record, {self.host.name: self.host}
+            )
+            await agent.check()
+            await agent.shutdown()
+            until_s = monotonic_s() + AGENT_END_S
+            while monotonic_s() < until_s:
+                await agent.check(timeout_s=2.0)
+                await anyio.sleep(LOOK_EVERY_S)
         except (AgentLost, ClusterError):
-            return False
-        return await self._gone(mark, AGENT_END_S)
+            pass
+        mark = self._agent_mark
+        if mark is not None:
+            await self._gone(mark, AGENT_LINGER_S)
+        self._known |= await self._living()
+
+    async def end(self) -> None:
+        """Whatever is left, agent or not."""
+        agent = self._agent_mark
+        if agent is not None and await in_thread(self.host.alive, agent):
+            await self._stop(agent, REPLICA_GRACE_S)
+        for name, mark in self._known.items():
+            if await in_thread(self.host.alive, mark):
+                await self._stop(mark, REPLICA_GRACE_S)
+            self._stopped(name, mark)
+        if agent is not None:
+            self._stopped("agent", agent)
+        for _ in range(SWEEPS):
+            marks = await in_thread(self.host.marked, self.record.run)
+            for mark in marks:
+                await self._stop(mark, 0.0)
+                self._stopped("leftover process", mark)
+            if not marks:
+                break
+
+    async def prove(self) -> None:
+        """Notes what of this run still exists, a sentence each."""
+        name = self.host.name
+        self.left += [
+            f'host "{name}": process {mark.pid} is still there'
+            for mark in await in_thread(self.host.marked, self.record.run)
+        ]
+        self.left += await _listening(self.record, self.host)
+
+    async def clear(self) -> None:
+        place = await self._placed()
+        await in_thread(self.host.remove, place.socket_dir)
+        if self._is_far:
+            await in_thread(clear, self.host, place)
+
+    async def _placed(self) -> Placement:
+        if self._place is None:
+            self._place = await in_thread(placement, self.host, self.record, self.state)
+        return self._place
+
+    async def _living(self) -> dict[str, Mark]:
+        """What runs of it, by name, in the order in which it is to be stopped."""
+        place = await self._placed()
+        raw = await in_thread(self.host.read, f"{place.state}/agent-{self.host.name}.json")
+        marks = {e.name: e.mark for e in journal.decode(raw).stop_order if e.mark is not None}
+        return {n: m for n, m in marks.items() if await in_thread(self.host.alive, m)}
+
+    @property
+    def _agent_mark(self) -> Mark | None:
+        """Of an agent that this machine's command started; the keeper started the others."""
+        agent = self.record.agents.get(self.host.name)
+        return agent.mark if agent is not None else None
 
     async def _stop(self, mark: Mark, grace_s: float) -> None:
         if grace_s:
-            await _in_thread(self.host.signal, mark, int(signal.SIGTERM))
+            await in_thread(self.host.signal, mark, int(signal.SIGTERM))
             if await self._gone(mark, grace_s):
                 return
-        await _in_thread(self.host.signal, mark, int(signal.SIGKILL))
+        await in_thread(self.host.signal, mark, int(signal.SIGKILL))
         await self._gone(mark, KILL_S)
 
     async def _gone(self, mark: Mark, within_s: float) -> bool:
         until_s = monotonic_s() + within_s
-        while await _in_thread(self.host.alive, mark):
+        while await in_thread(self.host.alive, mark):
             if monotonic_s() >= until_s:
                 return False
             await anyio.sleep(LOOK_EVERY_S)
         return True
 
-    async def _living(self, known: journal.Journal) -> dict[str, Mark]:
-        """What runs of it, by name, in the order in which it is to be stopped."""
-        marks = {e.name: e.mark for e in known.stop_order if e.mark is not None}
-        return {n: m for n, m in marks.items() if await _in_thread(self.host.alive, m)}
-
     def _stopped(self, name: str, mark: Mark) -> None:
         self.emit(LaunchEvent(stage=Stage.STOP, subject=name, state="stopped", pid=mark.pid))
-
-
-async def _leftovers(record: ClusterRecord, hosts: Mapping[str, RuntimeHost]) -> list[str]:
-    """The proof: what of this run still exists, a sentence each."""
-    found = []
-    for name, host in hosts.items():
-        try:
-            found += [
-                f'host "{name}": process {mark.pid} is still there'
-                for mark in await _in_thread(host.marked, record.run)
-            ]
-            found += await _listening(record, host)
-        except PdctlError as error:
-            found.append(error.message)
-    return found
 
 
 async def _listening(record: ClusterRecord, host: RuntimeHost) -> list[str]:
@@ -156,7 +213,7 @@ async def _listening(record: ClusterRecord, host: RuntimeHost) -> list[str]:
     while True:
         busy = [
             one
-            for one in await _in_thread(host.listeners)
+            for one in await in_thread(host.listeners)
             if one.port in wanted and one.since is not None and one.since >= record.created_at
         ]
         if not busy or monotonic_s() >= until_s:
@@ -165,7 +222,3 @@ async def _listening(record: ClusterRecord, host: RuntimeHost) -> list[str]:
                 for one in busy
             ]
         await anyio.sleep(LOOK_EVERY_S)
-
-
-async def _in_thread(function: Callable[..., T], *arguments: object) -> T:
-    return await anyio.to_thread.run_sync(partial(function, *arguments))

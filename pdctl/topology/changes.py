@@ -11,6 +11,7 @@ from pdctl.topology.model import Replica, Role, Topology
 from pdctl.topology.plan import Plan, ReplicaPlan
 
 _PORTS = ("http_port", "data_port", "side_port")
+UNSETTLED = "not as it should be"
 _SECRET = "…"
 """In place of an environment variable's value, which may be a secret."""
 
@@ -32,7 +33,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def text(self) -> str:
-        if _SECRET in (self.before, self.after):
+        if self.before == self.after:
             return self.field
         return f"{self.field}: {self.before} → {self.after}"
 
@@ -74,7 +75,7 @@ def changes(before: Declared, after: Declared, *, unsettled: Iterable[str] = ())
     """What leads from `before`, which runs, to `after`.
 
     Args:
-        unsettled: replicas that an interrupted change left as nobody knows.
+        unsettled: replicas that do not run as they should, whatever the file says.
     """
     old = {(r.name, r.host): r for r in before.plan.replicas}
     new = {(r.name, r.host): r for r in after.plan.replicas}
@@ -83,7 +84,7 @@ def changes(before: Declared, after: Declared, *, unsettled: Iterable[str] = ())
         if key in old:
             found = (*_replica(before, after, old[key], plan), *_shared(before, after, plan))
             if plan.name in unsettled:
-                found = (*found, Change(field="left by an interrupted change", before="", after=""))
+                found = (*found, Change(field=UNSETTLED, before="", after=""))
             if found:
                 restarted[plan.name] = found
     return Changes(
@@ -171,8 +172,21 @@ def _refused(before: Declared, after: Declared) -> Iterator[Change]:
         )
     if a.sharing != b.sharing:
         yield Change(field="sharing", before=_text(a.sharing), after=_text(b.sharing))
+    yield from _forwarded(before, after)
     yield from _differing("router.", {"host": a.router.host}, {"host": b.router.host})
     yield from _hosts(before, after)
+
+
+def _forwarded(before: Declared, after: Declared) -> Iterator[Change]:
+    """The ways to engines on other hosts are laid at launch."""
+    old = {(r.name, r.host): r.http_port for r in before.plan.replicas}
+    for new in after.plan.replicas:
+        was = old.get((new.name, new.host))
+        if new.route_port is not None and was != new.http_port:
+            place = "nothing" if was is None else f"port {was}"
+            yield Change(
+                field=f"{new.name} on {new.host}", before=place, after=f"port {new.http_port}"
+            )
 
 
 def _hosts(before: Declared, after: Declared) -> Iterator[Change]:

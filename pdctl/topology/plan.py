@@ -174,8 +174,7 @@ def peers(topology: Topology, replica: Replica) -> tuple[Replica, ...]:
 
 def _replica(topology: Topology, replica: Replica, ports: _Ports) -> ReplicaPlan:
     sends = replica.role is Role.PREFILL
-    before = ports.before(replica)
-    http_port = replica.http_port or ports.assign(before and before.http_port)
+    http_port = ports.of(replica, "http_port")
     return ReplicaPlan(
         name=replica.name,
         host=replica.host,
@@ -186,14 +185,10 @@ def _replica(topology: Topology, replica: Replica, ports: _Ports) -> ReplicaPlan
         compute_dtype=replica.compute_dtype or ComputeDtype(topology.model.dtype),
         http_port=http_port,
         route_port=(
-            None
-            if replica.host == topology.router.host
-            else ports.assign(before and before.route_port)
+            None if replica.host == topology.router.host else ports.of(replica, "route_port")
         ),
         data_host=_data_host(topology, replica),
-        data_port=(
-            (replica.data_port or ports.assign(before and before.data_port)) if sends else None
-        ),
+        data_port=ports.of(replica, "data_port") if sends else None,
         side_port=replica.side_port,
         declared=replica,
     )
@@ -226,9 +221,10 @@ class _Ports:
         start = int.from_bytes(seed[:4]) % span
         self._candidates = (FIRST_PORT + (start + step) % span for step in range(span))
 
-    def before(self, replica: Replica) -> ReplicaPlan | None:
-        """The same replica on the same host, as it runs now."""
-        return self._replicas.get((replica.name, replica.host))
+    def of(self, replica: Replica, field: str) -> int:
+        """As declared, as it runs now on the same host, or the next one that is free."""
+        before = self._replicas.get((replica.name, replica.host))
+        return getattr(replica, field, None) or self.assign(getattr(before, field, None))
 
     def assign(self, kept: int | None = None) -> int:
         if kept is not None and kept not in self._declared:

@@ -135,7 +135,7 @@ async def test_an_agent_that_cannot_listen_fails_the_launch(tmp_path: Path) -> N
 async def test_an_interrupted_launch_leaves_nothing(
     tmp_path: Path, stage: Stage, state: str
 ) -> None:
-    """R58, R17, R18: cancelled at each of its steps, everything is stopped, and it says so."""
+    """R58, R17: cancelled at each of its steps, everything is stopped, and it says so."""
     hit: list[LaunchEvent] = []
     with prepared(tmp_path) as (folder, record), anyio.CancelScope() as scope:
 

@@ -18,11 +18,10 @@ from pdctl.engines.interface import Command
 from pdctl.errors import HostError
 from pdctl.runtime import process, teardown
 from pdctl.runtime.events import LaunchEvent
-from pdctl.runtime.hosts.interface import Listener, Mark, RuntimeHost
+from pdctl.runtime.hosts.interface import Listener, Mark
 from pdctl.runtime.hosts.local import LocalHost
 from pdctl.runtime.state import ClusterRecord, StateDir
 from pdctl.runtime.teardown import take_down
-from pdctl.topology.model import Host
 
 pytestmark = pytest.mark.anyio
 
@@ -139,13 +138,6 @@ class OddHost(LocalHost):
         super().remove(path)
 
 
-def reach_odd(host: RuntimeHost) -> teardown.Reach:
-    def reach_it(declared: Host) -> RuntimeHost:
-        return host
-
-    return reach_it
-
-
 async def test_what_does_not_end_is_named_and_the_state_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,9 +147,11 @@ async def test_what_does_not_end_is_named_and_the_state_is_kept(
         command = Command(argv=("sleep", "600"), env={RUN_ENV: record.run})
         mark = LocalHost().spawn(command, log=str(state.log("p0")))
         host = OddHost(deathless=True)
-        left = await take_down(state, record, lambda event: None, reach=reach_odd(host))
+        left = await take_down(state, record, lambda event: None, hosts={"local": host})
+        assert left == (f'host "local": process {mark.pid} is still there',)
+        LocalHost().signal(mark, signal.SIGKILL)
+        left = await take_down(state, record, lambda event: None, hosts={"local": host})
         assert any("can't be removed" in sentence for sentence in left)
-        assert f'host "local": process {mark.pid} is still there' in left
         kept = state.read()
         assert kept is not None
         assert kept.phase == "stopping"
@@ -174,7 +168,7 @@ async def test_a_port_that_still_listens_is_a_leftover(
         port = min(record.ports("local"))
         for since, expected in ((time.time() + 60, 1), (record.created_at - 60, 0)):
             host = OddHost([Listener(port=port, pid=4711, since=since)])
-            left = await take_down(state, record, lambda event: None, reach=reach_odd(host))
+            left = await take_down(state, record, lambda event: None, hosts={"local": host})
             assert len(left) == expected
         assert only_logs(state)
 

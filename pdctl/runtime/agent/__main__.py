@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import anyio
@@ -20,6 +21,8 @@ import anyio.abc
 from pdctl.errors import PdctlError
 from pdctl.runtime.agent.core import Agent
 from pdctl.runtime.agent.orders import Orders
+from pdctl.runtime.agent.outpost import FarHost
+from pdctl.runtime.agent.watchdog import SERVING_FD_ENV
 from pdctl.runtime.hosts.local import LocalHost
 from pdctl.runtime.process import ACTOR_KEY_ENV
 from pdctl.runtime.state import ClusterRecord, StateDir, actor_key
@@ -44,7 +47,8 @@ def main() -> int:
         os.environ[ACTOR_KEY_ENV] = actor_key(state.read_key())
         for folder in (os.path.dirname(record.socket_dir), record.socket_dir):
             LocalHost().make_dir(folder)
-        anyio.run(_serve, orders, record)
+        with _far_hosts(record, arguments.host) as hosts:
+            anyio.run(_serve, orders, record, hosts)
     except PdctlError as error:
         log.error("%s", error.message)
         return error.exit_code
@@ -61,12 +65,35 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-async def _serve(orders: Orders, record: ClusterRecord) -> None:
+@contextlib.contextmanager
+def _far_hosts(record: ClusterRecord, own: str) -> Iterator[dict[str, FarHost]]:
+    """On the keeper, the way to every other host, with the forwards to its engines."""
+    plan = record.plan
+    names = [name for name in plan.agent_ports if name != own]
+    if own != plan.router_host or not names:
+        yield {}
+        return
+    from pdctl.runtime.hosts.reach import Hosts
+    from pdctl.runtime.hosts.ssh import Forward
+
+    forwards = {
+        name: tuple(
+            Forward(local_port=replica.route_port, remote_port=replica.http_port)
+            for replica in plan.replicas
+            if replica.host == name and replica.route_port is not None
+        )
+        for name in names
+    }
+    with Hosts(record.topology.hosts, forwards=forwards) as hosts:
+        yield {name: hosts.far(name) for name in names}
+
+
+async def _serve(orders: Orders, record: ClusterRecord, far: dict[str, FarHost]) -> None:
     import xoscar
 
     from pdctl.runtime.agent.actor import UID, AgentActor
 
-    agent = Agent(orders)
+    agent = Agent(orders, far=far)
     address = f"127.0.0.1:{record.plan.agent_ports[orders.host]}"
     listening = anyio.Event()
     async with anyio.create_task_group() as tasks:
@@ -79,6 +106,7 @@ async def _serve(orders: Orders, record: ClusterRecord) -> None:
         try:
             await xoscar.create_actor(AgentActor, agent, address=pool.external_address, uid=UID)
             log.info("host=%s serving at %s", orders.host, address)
+            _tell_serving()
             await agent.stopping.wait()
             await anyio.sleep_forever()
         finally:
@@ -87,6 +115,14 @@ async def _serve(orders: Orders, record: ClusterRecord) -> None:
                 await pool.stop()
     with contextlib.suppress(FileNotFoundError):
         os.unlink(orders.socket_path)
+
+
+def _tell_serving() -> None:
+    """To the watchdog, where there is one."""
+    descriptor = os.environ.pop(SERVING_FD_ENV, None)
+    if descriptor is not None:
+        os.write(int(descriptor), b"1")
+        os.close(int(descriptor))
 
 
 async def _run(agent: Agent, listening: anyio.Event, tasks: anyio.abc.TaskGroup) -> None:

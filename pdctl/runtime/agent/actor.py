@@ -8,7 +8,8 @@ from __future__ import annotations
 import xoscar
 
 from pdctl.runtime.agent.core import Agent
-from pdctl.runtime.agent.view import encode
+from pdctl.runtime.agent.view import decode, encode
+from pdctl.runtime.state import ClusterRecord
 
 UID = "agent"
 LONG_POLL_S = 25.0
@@ -27,10 +28,10 @@ class AgentActor(xoscar.StatelessActor):  # type: ignore[misc]
         return self._agent.run_id, self._agent.host
 
     async def start(self, name: str) -> None:
-        self._agent.start(name)
+        await self._agent.start(name)
 
     async def restart(self, name: str) -> None:
-        self._agent.restart(name)
+        await self._agent.restart(name)
 
     async def stop(self, name: str) -> None:
         """Answers when nothing of it is left, or it is known to be stuck; bounded."""
@@ -38,7 +39,12 @@ class AgentActor(xoscar.StatelessActor):  # type: ignore[misc]
 
     async def drain(self, name: str, undo: bool) -> bool:
         """Whether it was draining before; answers at once."""
-        return self._agent.drain(name, undo=undo)
+        return await self._agent.drain(name, undo=undo)
+
+    async def change(self, record: bytes) -> None:
+        """A `ClusterRecord`: the same cluster with other replicas, settings or pairs. What
+        goes must have been stopped, what comes is not started. Raises as `changes.change`."""
+        await self._agent.change(decode(record, ClusterRecord))
 
     async def snapshot(self, fresh: bool) -> bytes:
         """A `Snapshot`; `fresh` asks every process for its counters first, about 1 s."""

@@ -14,13 +14,14 @@ from collections.abc import Sequence
 from typing import Any, Protocol, cast
 
 from pdctl.errors import AgentLost, HostError
-from pdctl.runtime.agent.view import Snapshot, decode
+from pdctl.runtime.agent.view import Snapshot, decode, encode
 from pdctl.runtime.process import ACTOR_KEY_ENV
-from pdctl.runtime.state import actor_key
+from pdctl.runtime.state import ClusterRecord, actor_key
 
 UID = "agent"
 CALL_S = 5.0
 LONG_POLL_S = 25.0
+CHANGE_S = 20.0
 RELAY_S = 5.0
 """On top of a call's own time, for the way there and back."""
 
@@ -58,6 +59,10 @@ class AgentCalls(ABC):
             Whether it was draining before.
         """
         return bool(await self._call("drain", name, undo))
+
+    async def change(self, record: ClusterRecord) -> None:
+        """See `actor.AgentActor.change`."""
+        await self._call("change", encode(record), timeout_s=CHANGE_S)
 
     async def snapshot(self, *, fresh: bool = False) -> Snapshot:
         raw = await self._call("snapshot", fresh)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import anyio
 import anyio.abc
@@ -27,14 +27,17 @@ from pdctl.engines.channel import (
     RouterReport,
 )
 from pdctl.errors import HostError
-from pdctl.runtime.agent import journal
+from pdctl.runtime.agent import changes, journal
 from pdctl.runtime.agent.agreement import disagreements
 from pdctl.runtime.agent.channel_server import POLL_S, ChannelServer, Link
 from pdctl.runtime.agent.journal import ROUTER, Entry, Journal
 from pdctl.runtime.agent.lifecycle import SETTLED, Event, Limits, shown
 from pdctl.runtime.agent.orders import Orders
+from pdctl.runtime.agent.outpost import FarHost, Outpost
+from pdctl.runtime.agent.outposts import Outposts
 from pdctl.runtime.agent.supervisor import Supervised
 from pdctl.runtime.agent.view import RouterState, Snapshot, View
+from pdctl.runtime.state import ClusterRecord
 from pdctl.topology.plan import ReplicaPlan
 
 log = logging.getLogger("pdctl.agent")
@@ -44,12 +47,21 @@ STOP_MARGIN_S = 15.0
 
 
 class Agent:
-    """Supervises the replicas of one host, and the router where that is this host.
+    """Supervises the replicas of one host; where that is the router's host, the router and the
+    other hosts' agents too.
 
     Implements `channel_server.Keeper`.
+
+    Args:
+        far: the other hosts, on the keeper; empty on any other agent.
     """
 
-    def __init__(self, orders: Orders, limits: Limits | None = None) -> None:
+    def __init__(
+        self,
+        orders: Orders,
+        limits: Limits | None = None,
+        far: Mapping[str, FarHost] | None = None,
+    ) -> None:
         self.orders = orders
         self.host = orders.host
         self.run_id = orders.record.run
@@ -58,10 +70,16 @@ class Agent:
         """Set by whoever wants this agent to end."""
         self.leave = False
         """Whether its processes stay when it ends."""
+        self.outposts = Outposts(
+            (Outpost(host, orders.record, key=orders.key, changed=self.changed)
+             for host in (far or {}).values()),
+            {r.name: r.host for r in orders.record.plan.replicas},
+        )  # fmt: skip
         self._limits = limits or Limits()
-        self._plans = {r.name: r for r in orders.record.plan.replicas if r.host == self.host}
-        self._supervised: dict[str, Supervised] = {}
-        self._links: dict[str, Link] = {}
+        self._plans = self._own_plans()
+        self.supervised: dict[str, Supervised] = {}
+        self._tasks: anyio.abc.TaskGroup | None = None
+        self.links: dict[str, Link] = {}
         self._journalled: tuple[Entry, ...] = ()
 
     # -- life
@@ -70,61 +88,99 @@ class Agent:
         """Adopts what runs, serves until `stopping` is set, then stops everything that it
         supervises, the router first; bounded."""
         async with anyio.create_task_group() as tasks:
+            self._tasks = tasks
             self._supervise(tasks)
             self._adopt(journal.read(self.orders.journal_path))
             server = ChannelServer(self.orders.socket_path, self)
             tasks.start_soon(server.run, started)
-            for supervised in self._supervised.values():
+            for supervised in self.supervised.values():
                 tasks.start_soon(supervised.run)
+            tasks.start_soon(self.outposts.run)
             await self.stopping.wait()
             if not self.leave:
                 await self.stop_all()
             tasks.cancel_scope.cancel()
 
-    def _supervise(self, tasks: anyio.abc.TaskGroup) -> None:
+    def _supervise(self, tasks: anyio.abc.TaskGroup) -> list[Supervised]:
+        """What the record has here and is not supervised yet."""
         names = list(self._plans)
         if self.orders.record.plan.router_host == self.host:
             names.append(ROUTER)
-        for name in names:
-            self._supervised[name] = Supervised(
-                name, self.orders.maker(name), self._limits, tasks, self._changed
-            )
+        new = [
+            Supervised(name, self.orders.maker(name), self._limits, tasks, self.changed)
+            for name in names
+            if name not in self.supervised
+        ]
+        self.supervised.update((one.name, one) for one in new)
+        return new
+
+    def replace(self, going: Iterable[str]) -> None:
+        """After a change of `orders`: drops what has gone, and supervises what has come."""
+        for name in going:
+            self.supervised.pop(name).retire()
+        self._plans = self._own_plans()
+        assert self._tasks is not None, "run() comes first"
+        for new in self._supervise(self._tasks):
+            self._tasks.start_soon(new.run)
+
+    def _own_plans(self) -> dict[str, ReplicaPlan]:
+        replicas = self.orders.record.plan.replicas
+        return {replica.name: replica for replica in replicas if replica.host == self.host}
 
     def _adopt(self, found: Journal) -> None:
         for entry in found.entries:
-            supervised = self._supervised.get(entry.name)
+            supervised = self.supervised.get(entry.name)
             if supervised is not None:
                 supervised.drained = entry.drained
             if supervised is not None and entry.wanted:
                 log.info("replica=%s taken over", entry.name)
                 supervised.adopt(entry)
-        self._changed()
+        self.changed()
 
     # -- what the actor asks
 
-    def start(self, name: str) -> None:
-        """Raises KeyError for a name that this host does not have."""
-        self._supervised[name].post(Event.START)
+    # Each of these raises KeyError for a name that the cluster does not have, and AgentLost for
+    # a replica whose host can't be reached.
 
-    def restart(self, name: str) -> None:
-        self._supervised[name].post(Event.RESTART)
+    async def start(self, name: str) -> None:
+        outpost = self.outposts.of(name)
+        if outpost is not None:
+            return await outpost.client.start(name)
+        self.supervised[name].post(Event.START)
 
-    def drain(self, name: str, *, undo: bool) -> bool:
+    async def restart(self, name: str) -> None:
+        outpost = self.outposts.of(name)
+        if outpost is not None:
+            return await outpost.client.restart(name)
+        self.supervised[name].post(Event.RESTART)
+
+    async def drain(self, name: str, *, undo: bool) -> bool:
         """Returns whether it was draining before."""
-        return self._supervised[name].drain(undo=undo)
+        outpost = self.outposts.of(name)
+        if outpost is not None:
+            return await outpost.client.drain(name, undo=undo)
+        return self.supervised[name].drain(undo=undo)
 
     async def stop(self, name: str) -> None:
         """Returns when nothing of it is left, or it is known to be stuck; bounded."""
-        supervised = self._supervised[name]
+        outpost = self.outposts.of(name)
+        if outpost is not None:
+            return await outpost.client.stop(name, self._limits.grace_s + STOP_MARGIN_S)
+        supervised = self.supervised[name]
         supervised.post(Event.STOP)
         with anyio.move_on_after(self._limits.grace_s + STOP_MARGIN_S):
             await supervised.settle(SETTLED)
 
+    async def change(self, record: ClusterRecord) -> None:
+        """Takes a changed cluster: see `changes.change`."""
+        await changes.change(self, record)
+
     async def stop_all(self) -> None:
         with anyio.CancelScope(shield=True):
-            if ROUTER in self._supervised:
+            if ROUTER in self.supervised:
                 await self.stop(ROUTER)
             async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self.outposts.shut_down)
                 for name in self._plans:
                     tasks.start_soon(self.stop, name)
 
@@ -132,7 +188,7 @@ class Agent:
         """The present picture; `fresh` asks every process for its counters first, at most
         `POLL_S`."""
         if fresh:
-            await self._poll(self._links)
+            await self._poll(self.links)
         return self.view.snapshot(self.host, self.run_id)
 
     async def changes(self, after: int, timeout_s: float) -> Snapshot:
@@ -144,9 +200,10 @@ class Agent:
     async def _poll(self, names: Iterable[str]) -> None:
         with anyio.move_on_after(POLL_S + 0.5):
             async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self.outposts.refresh, POLL_S + 0.5)
                 for name in list(names):
-                    tasks.start_soon(self._links[name].poll)
-        self._changed()
+                    tasks.start_soon(self.links[name].poll)
+        self.changed()
 
     # -- what the channel tells (Keeper)
 
@@ -159,7 +216,7 @@ class Agent:
     def admit_router(
         self, attach: Attach, uid: int | None, pid: int | None
     ) -> RouterAssignment | str:
-        if attach.name != ROUTER or ROUTER not in self._supervised:
+        if attach.name != ROUTER or ROUTER not in self.supervised:
             return f'host "{self.host}" has no router'
         return self._strange(attach, uid, pid) or self.orders.router_assignment()
 
@@ -168,7 +225,7 @@ class Agent:
         was started under that name (an earlier one that is still dying, say)."""
         if uid is not None and uid != os.getuid():
             return "another user's process"
-        mark = self._supervised[attach.name].mark
+        mark = self.supervised[attach.name].mark
         try:
             session = os.getsid(pid or attach.pid)
         except (ProcessLookupError, PermissionError):
@@ -178,16 +235,16 @@ class Agent:
         return None
 
     def attached(self, name: str, link: Link) -> None:
-        self._links[name] = link
+        self.links[name] = link
 
     def detached(self, name: str, link: Link) -> None:
-        if self._links.get(name) is link:
-            del self._links[name]
-            supervised = self._supervised[name]
+        if self.links.get(name) is link:
+            del self.links[name]
+            supervised = self.supervised[name]
             supervised.post(Event.LOST, incarnation=supervised.incarnation)
 
     def ready(self, name: str, ready: Ready) -> None:
-        supervised = self._supervised[name]
+        supervised = self.supervised[name]
         found = disagreements(ready, self.orders.record.contract, self._plans[name])
         if found:
             cause = "; ".join(found)
@@ -201,7 +258,7 @@ class Agent:
 
     def announced(self, states: PairStates) -> None:
         self.view.announce(states)
-        supervised = self._supervised[ROUTER]
+        supervised = self.supervised[ROUTER]
         supervised.post(Event.READY, incarnation=supervised.incarnation)
 
     def members(self, seq: int = 0) -> Members:
@@ -212,18 +269,25 @@ class Agent:
         return self.view.message()
 
     async def refreshed(self, seq: int) -> Members:
-        await self._poll(name for name in self._links if name != ROUTER)
+        await self._poll(name for name in self.links if name != ROUTER)
         return self.view.message(seq)
 
     # -- the picture
 
-    def _changed(self) -> None:
+    def changed(self) -> None:
         """Something that others see has changed: the journal first, then the view."""
-        entries = tuple(s.entry() for s in self._supervised.values() if s.incarnation)
+        entries = tuple(s.entry() for s in self.supervised.values() if s.incarnation)
         if entries != self._journalled:
             self._write_down(entries)
-        members = tuple(self._member(plan) for plan in self._plans.values())
-        self.view.update(members, self._router())
+        members = [self._member(plan) for plan in self._plans.values()]
+        members += self.outposts.members()
+        order = {plan.name: at for at, plan in enumerate(self.orders.record.plan.replicas)}
+        self.view.update(
+            tuple(sorted(members, key=lambda member: order.get(member.name, len(order)))),
+            self._router(),
+            self.outposts.states(),
+            self.outposts.failures(),
+        )
 
     def _write_down(self, entries: tuple[Entry, ...]) -> None:
         """A full disk must not end the agent: without a journal, the run's mark is left."""
@@ -234,8 +298,8 @@ class Agent:
             log.error("%s", error.message)
 
     def _member(self, plan: ReplicaPlan) -> MemberState:
-        supervised = self._supervised[plan.name]
-        ready, link = supervised.ready, self._links.get(plan.name)
+        supervised = self.supervised[plan.name]
+        ready, link = supervised.ready, self.links.get(plan.name)
         report = link.answer if link is not None else None
         member = MemberState(
             name=plan.name,
@@ -260,10 +324,10 @@ class Agent:
         return member
 
     def _router(self) -> RouterState | None:
-        supervised = self._supervised.get(ROUTER)
+        supervised = self.supervised.get(ROUTER)
         if supervised is None:
             return None
-        link = self._links.get(ROUTER)
+        link = self.links.get(ROUTER)
         report = link.answer if link is not None else None
         counts = report if isinstance(report, RouterReport) else None
         return RouterState(

@@ -50,7 +50,11 @@ class Journal(msgspec.Struct, frozen=True, kw_only=True):
 
 def read(path: Path) -> Journal:
     """An absent or damaged journal is an empty one: the run's mark finds the rest."""
-    raw = LocalHost().read(str(path))
+    return decode(LocalHost().read(str(path)))
+
+
+def decode(raw: bytes | None) -> Journal:
+    """As `read`, of a file's content; None where there is no file."""
     if raw is None:
         return Journal()
     try:

@@ -41,9 +41,21 @@ class Orders:
         self.journal_path = state.journal(host)
         self.socket_path = f"{record.socket_dir}/{host}.sock"
         self._state = state
-        self._key = handoff_key(state.read_key())
+        self.key = state.read_key()
+        """The cluster's, from which the others are derived."""
+        self._key = handoff_key(self.key)
         self._api_key = state.read_api_key()
         self._environ = dict(os.environ if environ is None else environ)
+
+    def change(self, record: ClusterRecord) -> None:
+        """Takes a changed cluster, written down first: what is started from now on follows it.
+
+        Raises:
+            HostError: it can't be written; nothing has changed.
+        """
+        self._state.write(record)
+        self.record = record
+        self._api_key = self._state.read_api_key()
 
     def maker(self, name: str) -> Callable[[], Order]:
         """What makes the order for one replica, or the router, whenever it is started."""

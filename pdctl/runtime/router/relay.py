@@ -163,9 +163,7 @@ class Relay:
     def _leg(self, path: Path, sender: Seat, room: int, timeout_s: float) -> Leg:
         prefill = path.prefill or ""
         expires_at_s = time.time() + timeout_s + sender.state.clock_offset_s
-        ticket = mint(
-            self._assignment.key, room, prefill, path.decode, self._digest, expires_at_s
-        )
+        ticket = mint(self._assignment.key, room, prefill, path.decode, self._digest, expires_at_s)
         return Leg(
             room=room,
             ticket=ticket,

@@ -96,13 +96,17 @@ class Steps:
     def step(self, text: str) -> None:
         self._console.print(f"{text} …", style="dim")
 
+    def host(self, name: str, text: str) -> None:
+        self._console.print(f"{name}: {text} …", style="dim")
+
     def hashing(self, model_dir: str, done_bytes: int, total_bytes: int) -> None:
         if self._bar is None:
             self._say(model_dir, done_bytes, total_bytes)
             return
         with self._lock:
             if model_dir not in self._tasks:
-                self._tasks[model_dir] = self._bar.add_task("hashing", total=total_bytes)
+                title = f"hashing {model_dir}"
+                self._tasks[model_dir] = self._bar.add_task(title, total=total_bytes)
         self._bar.update(self._tasks[model_dir], completed=done_bytes)
 
     def _say(self, model_dir: str, done_bytes: int, total_bytes: int) -> None:
@@ -112,7 +116,7 @@ class Steps:
                 return
             self._said[model_dir] = step
         done, total = approximate_size(done_bytes), approximate_size(total_bytes)
-        self._console.print(f"hashed {done} of {total}", style="dim")
+        self._console.print(f"{model_dir}: hashed {done} of {total}", style="dim")
 
 
 @contextmanager

@@ -16,17 +16,26 @@ from pdctl.topology.plan import Plan
 
 
 class Watcher(Protocol):
-    """Told about progress; called from the validating thread, `hashing` from any."""
+    """Told about progress; `step` from the validating thread, the others from any."""
 
     def step(self, text: str) -> None: ...
 
-    def hashing(self, model_dir: str, done_bytes: int, total_bytes: int) -> None: ...
+    def host(self, name: str, text: str) -> None:
+        """What that host is asked now."""
+        ...
+
+    def hashing(self, model_dir: str, done_bytes: int, total_bytes: int) -> None:
+        """`model_dir` as a person writes it: `gpu1:/models/x` where it lies elsewhere."""
+        ...
 
 
 class Silent:
     """A watcher that shows nothing."""
 
     def step(self, text: str) -> None:
+        pass
+
+    def host(self, name: str, text: str) -> None:
         pass
 
     def hashing(self, model_dir: str, done_bytes: int, total_bytes: int) -> None:
@@ -39,6 +48,8 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     replica: str
     model_dir: str
     """Absolute, on its host."""
+    real_dir: str
+    """Links followed."""
     checkpoint: Checkpoint
     content: Fingerprint | None = None
     """None until it was fingerprinted."""

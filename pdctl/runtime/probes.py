@@ -20,9 +20,10 @@ from pdctl.topology.model import Replica
 PROBE_TIMEOUT_S = 120.0
 
 Task = tuple[Replica, RuntimeHost, Command]
+Answer = Probe | Diagnostic
 
 
-def run_probes(tasks: Sequence[Task]) -> dict[str, Probe | Diagnostic]:
+def run_probes(tasks: Sequence[Task]) -> dict[str, Answer]:
     """Replica → what its probe printed, or why there is nothing. Equal probes run once."""
     keys = {r.name: (host.name, msgspec.json.encode(command)) for r, host, command in tasks}
     distinct = {keys[r.name]: (host, command) for r, host, command in tasks}
@@ -40,7 +41,7 @@ def _run(host: RuntimeHost, command: Command) -> Completed | HostError:
         return error
 
 
-def _read(replica: Replica, command: Command, answer: Completed | HostError) -> Probe | Diagnostic:
+def _read(replica: Replica, command: Command, answer: Completed | HostError) -> Answer:
     python = command.argv[0]
     subject = f'replica "{replica.name}"'
     if isinstance(answer, HostError):

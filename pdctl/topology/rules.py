@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import difflib
-import ipaddress
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from pdctl.topology import limits
+from pdctl.topology import addresses, limits
 from pdctl.topology.contract import Contract
 from pdctl.topology.diagnostics import Diagnostic, Severity
 from pdctl.topology.fields import split_address
@@ -155,32 +154,10 @@ def _relative_python(subject: str, path: str, field: str, replica: str | None) -
     return _error("relative_path", summary, field, replica, hint)
 
 
-def _addresses(topology: Topology) -> Iterable[Diagnostic]:
-    """R59, U31: a sender on another host than its receiver needs an address to be dialled at."""
-    for i, p in enumerate(topology.replicas):
-        host = topology.hosts.get(p.host)
-        if p.role is not Role.PREFILL or host is None or p.address or host.address:
-            continue
-        far = [
-            d
-            for d in topology.replicas
-            if d.role is Role.DECODE and d.host != p.host and d.host in topology.hosts
-        ]
-        if far:
-            yield _error(
-                "no_address",
-                f'replica "{p.name}": decode replica "{far[0].name}" is on another host and has '
-                "no address to dial",
-                f"replicas[{i}].address",
-                p.name,
-                f'add address = "…" under [hosts.{p.host}]',
-            )
-
-
 def _exposure(topology: Topology) -> Iterable[Diagnostic]:
     """R60: says that a router beyond loopback without a key is open to everybody."""
     host, _ = split_address(topology.router.bind)
-    if topology.router.api_key_env is None and not _is_loopback(host):
+    if topology.router.api_key_env is None and not addresses.is_loopback(host):
         yield Diagnostic(
             severity=Severity.WARNING,
             code="topology.open_router",
@@ -236,17 +213,11 @@ RULES: tuple[Callable[[Topology], Iterable[Diagnostic]], ...] = (
     _hosts,
     _ports,
     _paths,
-    _addresses,
+    addresses.addresses,
+    addresses.routes,
     _exposure,
     _unused,
 )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _error(

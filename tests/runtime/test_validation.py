@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ from tiny import make_checkpoint
 from pdctl import __version__
 from pdctl.engines.interface import Command, Probe
 from pdctl.errors import HostError
-from pdctl.runtime.hosts.interface import Completed
+from pdctl.runtime.hosts.interface import Completed, RuntimeHost
 from pdctl.runtime.hosts.local import LocalHost
+from pdctl.runtime.hosts.local_survey import LocalSurvey
 from pdctl.runtime.outcome import Validation
 from pdctl.runtime.validation import validate
 from pdctl.topology.checkpoint import read_checkpoint
@@ -32,8 +34,11 @@ class FakeHost(LocalHost):
 
     ran: list[Command]
 
-    def __init__(self, change: Callable[[Probe], Probe | Completed | Exception]) -> None:
+    def __init__(
+        self, change: Callable[[Probe], Probe | Completed | Exception], cache: DigestCache
+    ) -> None:
         super().__init__("local")
+        self.survey = LocalSurvey("local", cache=cache)
         self.ran = []
         self.change = change
 
@@ -107,14 +112,12 @@ def check(tmp_path: Path) -> Callable[..., Validation]:
     ) -> Validation:
         file = tmp_path / "topology.toml"
         file.write_text(text)
-        host = FakeHost(change)
+        host = FakeHost(change, DigestCache(tmp_path / "cache"))
 
-        def reach(_: Host) -> FakeHost:
-            return host
+        def reach(_: Mapping[str, Host]) -> AbstractContextManager[Mapping[str, RuntimeHost]]:
+            return nullcontext({"local": host})
 
-        found = validate(
-            file, reach=reach, cache=DigestCache(tmp_path / "cache"), environ={}, **options
-        )
+        found = validate(file, reach=reach, environ={}, **options)
         run.host = host  # type: ignore[attr-defined]
         return found
 
@@ -334,11 +337,9 @@ def test_too_little_memory_is_a_warning(
     """An estimate refuses nothing."""
     from types import SimpleNamespace
 
-    from pdctl.runtime import validation
+    from pdctl.runtime.hosts import facts
 
-    monkeypatch.setattr(
-        validation.psutil, "virtual_memory", lambda: SimpleNamespace(available=1 << 20)
-    )
+    monkeypatch.setattr(facts.psutil, "virtual_memory", lambda: SimpleNamespace(available=1 << 20))
     found = check(topology(original, original))
     assert codes(found) == ["host.memory"]
     assert found.report.valid

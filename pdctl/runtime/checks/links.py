@@ -1,0 +1,134 @@
+"""Whether every pair on two hosts can reach each other, tested the way it will be used."""
+
+from __future__ import annotations
+
+import secrets
+import shlex
+from collections.abc import Iterable
+
+import msgspec
+
+from pdctl.errors import HostError
+from pdctl.runtime.checks.ground import Ground
+from pdctl.runtime.hosts.survey import Dialled
+from pdctl.topology.diagnostics import Diagnostic
+from pdctl.topology.model import Host
+from pdctl.topology.plan import PairPlan, Plan, ReplicaPlan
+
+DIAL_S = 5.0
+ANSWER_MORE_S = 2.0
+"""The listener outlives the dialler's patience by so much."""
+
+
+class Trial(msgspec.Struct, frozen=True, kw_only=True):
+    """One pair's link to test."""
+
+    pair: PairPlan
+    sender: ReplicaPlan
+    receiver: ReplicaPlan
+    port: int
+    """Where the sender answers: its data port, or one beside it."""
+
+    @property
+    def address(self) -> tuple[str, int]:
+        return self.sender.data_host, self.port
+
+
+class Tried(msgspec.Struct, frozen=True, kw_only=True):
+    trial: Trial
+    dialled: Dialled
+
+
+def far_pairs(plan: Plan) -> list[Trial]:
+    """The pairs whose two ends are on different hosts."""
+    found = []
+    for pair in plan.pairs:
+        sender, receiver = plan.replica(pair.prefill), plan.replica(pair.decode)
+        if sender.host != receiver.host and sender.data_port is not None:
+            port = sender.data_port
+            found.append(Trial(pair=pair, sender=sender, receiver=receiver, port=port))
+    return found
+
+
+def check_links(
+    ground: Ground, plan: Plan, *, unfit: frozenset[str] = frozenset()
+) -> list[Diagnostic]:
+    """What keeps pairs apart. Pairs whose sender listens already (this cluster's own), or
+    can't listen at all (`unfit`: it was told), are left out."""
+    trials = [
+        trial
+        for trial in far_pairs(plan)
+        if trial.port not in ground.own_ports and trial.sender.name not in unfit
+    ]
+    return [
+        refusal(ground, tried)
+        for tried in try_links(ground, trials)
+        if tried.dialled.error is not None
+    ]
+
+
+def try_links(ground: Ground, trials: Iterable[Trial], *, measure_bytes: int = 0) -> list[Tried]:
+    """Dials every sender from every receiver's host; in parallel, but one after another at
+    one sender, whose port is one. Pairs with a lost host are left out."""
+    by_sender: dict[str, list[Trial]] = {}
+    for trial in trials:
+        if not {trial.sender.host, trial.receiver.host} & set(ground.lost):
+            by_sender.setdefault(trial.sender.name, []).append(trial)
+
+    def one(sender: str) -> list[Tried]:
+        return [_try(ground, trial, measure_bytes) for trial in by_sender[sender]]
+
+    return [tried for group in ground.together(one, list(by_sender)) for tried in group]
+
+
+def _try(ground: Ground, trial: Trial, measure_bytes: int) -> Tried:
+    ground.watcher.host(trial.receiver.host, f"dialling {trial.sender.host} for {trial.pair.path}")
+    token = secrets.token_hex(16)
+    timeout_s = DIAL_S + (ANSWER_MORE_S if measure_bytes else 0.0)
+    try:
+        near, far = ground.hosts[trial.sender.host], ground.hosts[trial.receiver.host]
+        near.survey.answer(trial.address, token, for_s=timeout_s + ANSWER_MORE_S)
+        dialled = far.survey.dial(
+            trial.address, token, timeout_s=timeout_s, measure_bytes=measure_bytes
+        )
+    except HostError as error:
+        dialled = Dialled(error=error.message)
+    return Tried(trial=trial, dialled=dialled)
+
+
+def refusal(ground: Ground, tried: Tried) -> Diagnostic:
+    """A pair that can't be used, with what opens it and what tests it by hand."""
+    trial = tried.trial
+    host, port = trial.address
+    sender, receiver = (ground.topology.hosts[r.host] for r in (trial.sender, trial.receiver))
+    opening, by_hand = opens(sender, port), tests(sender, receiver, trial.address)
+    return Diagnostic(
+        code="host.data_plane",
+        summary=f'pair "{trial.pair.prefill}" → "{trial.pair.decode}": host "{receiver.name}" '
+        f'can\'t reach host "{sender.name}" at {host} port {port}: {tried.dialled.error}',
+        detail=f"open it:  {opening}\nlisten:   {by_hand[0]}\nthen try: {by_hand[1]}",
+        replica=trial.sender.name,
+        field="address",
+        hint=f"open the port on {sender.name} (`{opening}`), or give an address that "
+        f"{receiver.name} can dial; `{by_hand[1]}` tests it",
+    )
+
+
+def opens(sender: Host, port: int) -> str:
+    """The usual firewalls' command, on the sender's host."""
+    return _on(sender, f"sudo ufw allow {port}/tcp || sudo firewall-cmd --add-port={port}/tcp")
+
+
+def tests(sender: Host, receiver: Host, address: tuple[str, int]) -> tuple[str, str]:
+    """(what listens meanwhile on the sender's host, what dials it from the receiver's)."""
+    host, port = address
+    python = sender.python or "python3"
+    listening = f"{python} -m http.server {port} --bind {shlex.quote(host)}"
+    return _on(sender, listening), _on(receiver, f"nc -vz -w 5 {shlex.quote(host)} {port}")
+
+
+def _on(host: Host, command: str) -> str:
+    """The command as one types it on this machine."""
+    if host.ssh is None:
+        return command
+    return f"ssh {shlex.quote(host.ssh)} {shlex.quote(command)}"

@@ -22,6 +22,7 @@ from handoff.ends import (
     kv,
     place,
 )
+from handoff.secure import encrypted
 
 from pdctl.errors import HandoffCancelled, HandoffError, HandoffExpired, PeerLost
 from pdctl.handoff.receiver import Inbound
@@ -158,7 +159,7 @@ WITH_RECEIVER = list(dict.fromkeys(WITH_RECEIVER))
 WITH_PROMPT = [stall for stall in STALLS if stall is not awaited]
 
 
-@pytest.fixture(params=[MemoryTransport, TcpTransport], ids=["memory", "tcp"])
+@pytest.fixture(params=[MemoryTransport, TcpTransport, encrypted], ids=["memory", "tcp", "tls"])
 def stalled(request):
     with both_ends(request.param(), budget_bytes=12 * SMALL.page_bytes) as ends:
         yield Stalled(ends)

@@ -28,6 +28,7 @@ from handoff.peers import (
     say_hello,
     send_page,
 )
+from handoff.secure import encrypted
 
 from pdctl.errors import HandoffError, PeerLost, ProtocolViolation, TicketRejected
 from pdctl.handoff import wire
@@ -43,7 +44,7 @@ TOKENS = 130
 IDS = list(range(TOKENS))
 
 
-@pytest.fixture(params=[MemoryTransport, TcpTransport], ids=["memory", "tcp"])
+@pytest.fixture(params=[MemoryTransport, TcpTransport, encrypted], ids=["memory", "tcp", "tls"])
 def transport(request):
     return request.param()
 

@@ -18,6 +18,7 @@ from handoff.ends import (
     kv,
     place,
 )
+from handoff.secure import encrypted
 
 from pdctl.errors import (
     BudgetExceeded,
@@ -37,7 +38,7 @@ from pdctl.handoff.transport.memory import MemoryTransport
 from pdctl.handoff.transport.tcp import TcpTransport
 
 
-@pytest.fixture(params=[MemoryTransport, TcpTransport], ids=["memory", "tcp"])
+@pytest.fixture(params=[MemoryTransport, TcpTransport, encrypted], ids=["memory", "tcp", "tls"])
 def transport(request):
     return request.param()
 

@@ -16,8 +16,7 @@ import msgspec
 from pdctl.errors import PdctlError
 from pdctl.runtime.bench.events import DONE, Events
 from pdctl.runtime.bench.status import Status, read_status
-
-PATH_HEADER = "x-pdctl-path"
+from pdctl.runtime.router.endpoints import COMPLETIONS, PATH_HEADER, STATUS
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,7 +88,7 @@ class Client:
         timeline = _Timeline(self.clock())
         try:
             async with self._session.post(
-                f"{self._url}/v1/completions",
+                self._url + COMPLETIONS,
                 json=dict(ask.body),
                 headers={**self._headers, PATH_HEADER: ask.path},
                 timeout=self._timeout,
@@ -106,7 +105,7 @@ class Client:
 
     async def status(self) -> Status:
         """The router's counters; PdctlError where it does not answer."""
-        url = f"{self._url}/status"
+        url = self._url + STATUS
         try:
             async with self._session.get(
                 url, headers=self._headers, timeout=self._timeout

@@ -10,6 +10,7 @@ import logging
 import aiohttp
 import anyio
 
+from pdctl.runtime.router.endpoints import HEALTH
 from pdctl.runtime.router.members import Roster, Seat
 
 log = logging.getLogger("pdctl.router")
@@ -76,8 +77,8 @@ class Probes:
     async def _asked(self, base_url: str) -> str | None:
         with anyio.move_on_after(PROBE_TIMEOUT_S):
             try:
-                async with self._session.get(base_url + "/health"):
+                async with self._session.get(base_url + HEALTH):
                     return None
             except (aiohttp.ClientError, OSError) as error:
                 return str(error) or type(error).__name__
-        return f"no answer to /health within {PROBE_TIMEOUT_S:g} s"
+        return f"no answer to {HEALTH} within {PROBE_TIMEOUT_S:g} s"

@@ -50,15 +50,24 @@ class Connection:
     Args:
         argv: what leads to the far end; its stdin and stdout are the connection.
         hello_s: from here to the far end's first word.
+        silence_s: without a byte for so long, it is lost.
     """
 
-    def __init__(self, host: Host, argv: tuple[str, ...], *, hello_s: float = HELLO_S) -> None:
+    def __init__(
+        self,
+        host: Host,
+        argv: tuple[str, ...],
+        *,
+        hello_s: float = HELLO_S,
+        silence_s: float = wire.SILENCE_S,
+    ) -> None:
         self.lost = threading.Event()
         self.on_lost: Callable[[HostError], None] | None = None
         self.cause: HostError | None = None
         self._host = host
         self._hello: concurrent.futures.Future[wire.Hello] = concurrent.futures.Future()
         self._hello_until_s = monotonic_s() + hello_s
+        self._silence_s = silence_s
         self._closing = False
         self._lock = threading.Lock()
         self._calls: dict[int, _Call] = {}
@@ -264,9 +273,9 @@ class Connection:
                     if now_s > self._hello_until_s:
                         return "nothing answered in time"
                     continue
-                if now_s - heard_s > wire.SILENCE_S:
-                    return f"nothing was heard for {wire.SILENCE_S:g} s"
-                if now_s - pinged_s > wire.PING_S:
+                if now_s - heard_s > self._silence_s:
+                    return f"nothing was heard for {self._silence_s:g} s"
+                if now_s - pinged_s > min(wire.PING_S, self._silence_s / 3):
                     pinged_s = now_s
                     self._ping()
 
@@ -364,7 +373,8 @@ class Connection:
             return HostError(f'host "{name}": the connection is closed')
         if not self._hello.done():
             noise = self._opening.noise.decode(errors="replace")
-            return ssh.explain(self._host, returncode, self._said(), noise)
+            wrong = wrong or "its output ended"
+            return ssh.explain(self._host, returncode, self._said(), noise=noise, wrong=wrong)
         said = [line.strip() for line in self._said().splitlines() if line.strip()]
         why = wrong or (said[-1] if said else "it ended")
         return HostError(

@@ -103,6 +103,6 @@ def _end_strays(argv: tuple[str, ...]) -> None:
         with contextlib.suppress(psutil.Error, OSError):
             if one.pid == os.getpid() or one.uids().real != os.getuid():
                 continue
-            if tuple(one.cmdline()[1:]) == argv[1:] and one.ppid() != os.getpid():
+            if tuple(one.cmdline()[1 - len(argv) :]) == argv[1:] and one.ppid() != os.getpid():
                 os.killpg(one.pid, signal.SIGKILL)
                 one.wait(1.0)

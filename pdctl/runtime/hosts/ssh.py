@@ -118,17 +118,26 @@ def not_started(host: Host, error: OSError) -> HostError:
     )
 
 
-def explain(host: Host, returncode: int | None, stderr: str, noise: str = "") -> HostError:
+def explain(
+    host: Host,
+    returncode: int | None,
+    stderr: str,
+    *,
+    noise: str = "",
+    wrong: str = "nothing answered in time",
+) -> HostError:
     """Why there is no far end. What was printed decides nothing but the hint.
 
     Args:
         returncode: None: it still ran, and had to be ended.
+        noise: what came at stdout instead of a far end's first word.
+        wrong: why it had to be ended.
     """
     said = [line.strip() for line in stderr.splitlines() if line.strip()]
     last = f": {said[-1]}" if said else ""
     python = _python(host)
     if returncode is None:
-        sentence = f"nothing answered in time over ssh {host.ssh}{last}"
+        sentence = f"ssh {host.ssh}: {wrong}{last}"
     elif returncode == 255:
         sentence = f"ssh {host.ssh} failed{last}"
     elif returncode in (126, 127):

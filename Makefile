@@ -8,7 +8,7 @@ PINNED := .venv-mlx-pinned
 PINNED_STAMP := $(PINNED)/.stamp
 PIP := -m pip --disable-pip-version-check --quiet
 
-.PHONY: demo test test-engines test-soak test-pinned check format bench clean help
+.PHONY: demo test cases test-engines test-soak test-pinned check format bench clean help
 
 help:  ## what each target does
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /	/' | expand -t 16
@@ -30,6 +30,9 @@ demo: $(STAMP)  ## a real model answers through a prefill and a decode replica
 test: $(STAMP)  ## the quick tests and the checks: no GPU, no network, no engine
 	$(MAKE) --no-print-directory check
 	$(BIN)/python -m pytest -m "not engine and not ssh and not gpu"
+
+cases: $(STAMP)  ## which numbered cases have a test, and which have none
+	$(BIN)/python tests/cases.py
 
 test-engines: $(STAMP)  ## the suites that drive real engines
 	$(BIN)/pdctl demo-model

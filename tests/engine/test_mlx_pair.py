@@ -56,7 +56,7 @@ def check_nothing_is_left(pair: Pair) -> None:
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 @pytest.mark.parametrize("tokens", LENGTHS)
 def test_text_through_a_pair_equals_text_of_one(started: Trio, path: str, tokens: int) -> None:
-    """R25, R26: at every length around a page's end, streamed and not, n - 1 positions
+    """R25: at every length around a page's end, streamed and not, n - 1 positions
     travel in whole pages and nothing of the handoff is left."""
     pair, body = started.pair, body_of(started, path, tokens)
     status, alone = started.alone.post(path, {**body, "pdctl_cache": False})

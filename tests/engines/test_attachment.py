@@ -90,7 +90,7 @@ def test_ready_failures_and_reports_reach_the_agent(
 def test_an_agent_that_comes_back_gets_ready_and_what_it_missed(
     agent: StubAgent, attachment: Attachment
 ) -> None:
-    """R49: a restarted agent learns everything again, without the engine's restart."""
+    """A restarted agent learns everything again, without the engine's restart."""
     attachment.ready(READY)
     agent.wait("ready")
     agent.go_away()
@@ -119,7 +119,7 @@ def test_no_agent_is_a_launch_error(tmp_path: Path) -> None:
 
 
 def test_an_engine_started_by_hand_says_how_it_is_started() -> None:
-    """R58: nothing is opened without an agent."""
+    """Nothing is opened without an agent."""
     with pytest.raises(UsageError, match="PDCTL_SOCKET"):
         Attachment.from_environment({}, counters=Counters)
 

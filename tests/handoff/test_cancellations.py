@@ -221,7 +221,7 @@ def test_the_sender_cancels(stalled, stall):
 
 @pytest.mark.parametrize("stall", WITH_PROMPT, ids=lambda stall: stall.__name__)
 def test_the_prefill_fails(stalled, stall):
-    """R12, R15: fail() after cancel() and the reverse end it once, with the first error."""
+    """R15: fail() after cancel() and the reverse end it once, with the first error."""
     stall(stalled)
     stalled.outbound.fail(HandoffError("out of memory"))
     stalled.outbound.cancel()
@@ -234,7 +234,7 @@ def test_the_prefill_fails(stalled, stall):
 
 @pytest.mark.parametrize("stall", STALLS, ids=lambda stall: stall.__name__)
 def test_the_sender_closes(stalled, stall):
-    """R23, U26: close() ends what is under way and is bounded; the receiver learns it."""
+    """R23: close() ends what is under way and is bounded; the receiver learns it."""
     stall(stalled)
     stalled.ends.sender.close()
     stalled.settle()
@@ -276,7 +276,7 @@ def test_the_link_is_cut(stall):
 
 @pytest.mark.parametrize("stall", WITH_RECEIVER, ids=lambda stall: stall.__name__)
 def test_the_link_freezes(stall):
-    """R7, U3: both ends notice within 5 s of silence and free everything."""
+    """R7: both ends notice within 5 s of silence and free everything."""
     transport, clock = MemoryTransport(), Clock()
     with both_ends(transport, clock=clock, budget_bytes=12 * SMALL.page_bytes) as ends:
         at = Stalled(ends)

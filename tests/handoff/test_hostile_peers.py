@@ -394,7 +394,7 @@ def test_slow_but_progressing_succeeds():
 
 
 def test_a_peer_that_only_renews_runs_into_the_deadline():
-    """R6: life is not progress."""
+    """R4, R6: life is not progress; the time is the leg's own, not the receiver's."""
     transport, clock = MemoryTransport(), Clock()
     with both_ends(transport, clock=clock) as ends:
         fake = FakeSender(transport)

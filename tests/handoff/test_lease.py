@@ -18,7 +18,7 @@ def test_impossible_timeouts_are_refused(bad):
 
 
 def test_the_deadline_is_the_requests_own():
-    """R3, R4: it comes with the request and nothing else limits it."""
+    """R3: it is the number that came with the request; none of its own limits it."""
     for timeout_s in (0.5, 600.0, 86_400.0):
         deadline = Deadline(timeout_s, now=100.0)
         assert not deadline.passed(100.0 + timeout_s - 0.001)

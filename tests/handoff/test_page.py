@@ -82,7 +82,7 @@ def test_sizes_of_a_known_model():
     ],
 )
 def test_arrays_that_do_not_fit_are_refused(damage):
-    """R29: what is not exactly the geometry's shape is an error, not a partial copy."""
+    """What is not exactly the geometry's shape is an error, not a partial copy."""
     geometry = PageGeometry(2, 2, 4)
     keys, values = patterns(geometry, 65, 1)
     with pytest.raises(ValueError, match="expected"):

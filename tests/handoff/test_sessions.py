@@ -124,7 +124,7 @@ def test_connections_persist():
 
 
 def test_idle_connections_are_closed():
-    """R38: a connection that nobody uses is given up by the receiver first."""
+    """U21: a connection that nobody uses is given up by the receiver first, and dialled anew."""
     clock, transport = Clock(), MemoryTransport()
     with both_ends(transport, clock=clock) as ends:
         check(ends, 70, Sink(), chunk=70)
@@ -213,7 +213,7 @@ def test_pages_leave_while_the_prompt_is_still_computed(transport):
 
 
 def test_a_finished_prefill_does_not_wait_for_its_receiver_to_keep_others_going():
-    """U6, U28: prompts without a receiver hold up neither each other nor those that have one."""
+    """U6: prompts without a receiver hold up neither each other nor those that have one."""
     with both_ends() as ends:
         stuck = [Prefill() for _ in range(5)]
         outbounds = [ends.admit(ends.leg(), list(range(70)), prefill) for prefill in stuck]
@@ -310,7 +310,7 @@ def test_a_failing_engine_fails_that_handoff_only(transport, call, caplog):
 
 
 def test_a_typed_refusal_of_the_engine_keeps_its_cause(transport):
-    """R7: what the decode engine says is what the prefill leg reports."""
+    """What the decode engine says is what the prefill leg reports."""
     with both_ends(transport) as ends:
         sink = Sink()
         sink.raises["offered"] = HandoffExpired("no block came free")
@@ -328,7 +328,7 @@ def test_an_engine_that_wants_what_is_not_offered_fails_alone(spare):
 
 
 def test_a_prefill_that_fails_ends_the_decode_leg(transport):
-    """R21, U18: the sender's error reaches the receiver with its cause."""
+    """R21: the sender's error reaches the receiver with its cause."""
     with both_ends(transport) as ends:
         leg, sink, prefill = ends.leg(), Sink(), Prefill()
         outbound = ends.admit(leg, list(range(200)), prefill)
@@ -355,7 +355,7 @@ def test_a_prefill_that_fails_ends_the_decode_leg(transport):
     ],
 )
 def test_bad_legs_are_refused_by_the_sender_at_once(changes, kind):
-    """R8: nothing is reserved and no room is opened."""
+    """R8, R12: nothing is reserved and no room is opened."""
     with both_ends() as ends:
         with pytest.raises(kind):
             ends.admit(ends.leg(**changes), [1, 2], Prefill())
@@ -447,7 +447,7 @@ def test_another_contract_is_refused_by_name():
 
 
 def test_a_prompt_over_the_whole_budget_fails_at_once_and_says_what_fits():
-    """R40: before prefill, naming the longest prompt; the waiting receiver learns it (U2)."""
+    """R40: before prefill, naming the longest prompt; the waiting receiver learns it."""
     with both_ends(budget_bytes=3 * SMALL.page_bytes + 1) as ends:
         claimed = Once(ends.sender._rooms, "claim")
         leg, sink, prefill = ends.leg(), Sink(), Prefill()
@@ -576,7 +576,7 @@ def test_calls_after_the_end_are_ignored_or_typed():
 
 
 def test_more_positions_than_the_prompt_has_is_the_callers_error():
-    """R29: a producer that counts wrongly hears of it before anything is sent."""
+    """A producer that counts wrongly hears of it before anything is sent."""
     with both_ends() as ends:
         outbound = ends.admit(ends.leg(), [1, 2], Prefill())
         with pytest.raises(ValueError, match="3 positions"):
@@ -607,7 +607,7 @@ def test_bad_sender_addresses_fail_that_handoff(address):
 
 
 def test_nobody_listening():
-    """U10: a refused connection is an error at once."""
+    """R12, U10: a refused connection is an error at once, and no room is left."""
     with both_ends() as ends:
         ends.sender.close()
         sink = Sink()

@@ -46,6 +46,8 @@ def one() -> Iterator[socket.socket]:
         ("8.8.8.8", False),
         ("100.100.1.2", False),
         ("2001:4860:4860::8888", False),
+        ("0.0.0.0", False),
+        ("::", False),
         ("memory", False),
     ],
 )
@@ -55,15 +57,26 @@ def test_private_networks_are_near(host: str, near: bool) -> None:
 
 
 @linux
-def test_near_peers_get_an_unpaced_congestion_control(one: socket.socket) -> None:
-    SocketOptions().apply(one, "127.0.0.1")
-    assert congestion_of(one) in ("cubic", "reno")
+def test_a_sender_on_a_near_address_has_an_unpaced_congestion_control() -> None:
+    """From a connection's first packet: what it accepts inherits it."""
+    transport = TcpTransport()
+    listener = transport.listen(("127.0.0.1", 0))
+    dialled = transport.dial(("127.0.0.1", listener.port), WAIT_S)
+    accepted = listener.accept()
+    assert accepted is not None
+    assert congestion_of(accepted._socket) in ("cubic", "reno")
+    for each in (dialled, accepted):
+        each.close()
+    close(listener)
 
 
 @linux
-def test_distant_peers_keep_the_systems_congestion_control(one: socket.socket) -> None:
+def test_a_sender_on_every_address_keeps_the_systems_congestion_control(
+    one: socket.socket,
+) -> None:
+    one.bind(("0.0.0.0", 0))
     present = congestion_of(one)
-    SocketOptions().apply(one, "8.8.8.8")
+    SocketOptions().listening(one)
     assert congestion_of(one) == present
 
 
@@ -72,9 +85,10 @@ def test_a_congestion_control_that_the_kernel_lacks_changes_nothing(
     one: socket.socket, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What is there stays, and the log says why, for those who debug."""
+    one.bind(("127.0.0.1", 0))
     present = congestion_of(one)
     with caplog.at_level("DEBUG", "pdctl.handoff"):
-        SocketOptions(near_congestion=("nonesuch",)).apply(one, "127.0.0.1")
+        SocketOptions(near_congestion=("nonesuch",)).listening(one)
     assert congestion_of(one) == present
     assert "nonesuch is not allowed" in caplog.text
 

@@ -136,7 +136,7 @@ def test_lengths_and_kinds_are_checked_before_anything_is_allocated(fields):
 
 
 def test_another_version_is_named():
-    """U14: two versions of pdctl say so instead of failing somewhere else."""
+    """Two versions of pdctl say so instead of failing somewhere else."""
     with pytest.raises(ProtocolViolation, match="protocol 2, this replica 1"):
         wire.read_header(_header(version=2), GEOMETRY)
 

@@ -70,7 +70,7 @@ def test_positions_survive_pages(tokens: int, dtype: mx.Dtype, compute: ComputeD
 
 
 def test_chunks_export_the_same_pages_as_one_piece() -> None:
-    """R29: a chunk may begin and end anywhere inside a page."""
+    """R25: a chunk may begin and end anywhere inside a page."""
     source = [BatchCache.adopting(cache) for cache in computed(300)]
     whole, pieces = Target(300), Target(300)
     Export(whole, Dtype.FLOAT16).take(source, 0, 300)

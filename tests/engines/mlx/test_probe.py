@@ -53,7 +53,7 @@ def test_rope_theta_under_rope_parameters_alone_is_a_problem(
 
 
 def test_scaled_rope_is_reported_in_the_contracts_spelling(tmp_path: Path) -> None:
-    """R54: compared by value, whatever the file's spelling."""
+    """R56: compared by value, whatever the file's spelling."""
     made = make_checkpoint(tmp_path / "llama", "llama", rope_scaling=SCALED)
     found = probe(made)
     checkpoint, _ = read_checkpoint(made)

@@ -57,7 +57,7 @@ def argv(replica: Replica, host: Host) -> tuple[str, ...]:
 
 
 def test_the_server_is_started_with_the_libraries_own_options() -> None:
-    """Golden: `_` becomes `-`, objects become JSON, defaults are explicit."""
+    """R60: golden; on loopback, `_` becomes `-`, objects become JSON, defaults are explicit."""
     config = {"temp": 0.7, "decode_concurrency": 8, "chat_template_args": {"enable_thinking": 0}}
     host = Host(name="local", python="/venv/bin/python")
     assert argv(declared(engine_config=config), host) == (
@@ -183,7 +183,7 @@ def test_what_mlx_honours_is_not_refused() -> None:
 
 
 def test_error_bodies_of_the_library_and_of_pdctl_are_understood() -> None:
-    """R67: text and cause survive."""
+    """Text and cause survive."""
     ours = b'{"error": {"message": "gone", "type": "server_error", "code": "peer_lost"}}'
     assert SPEC.error_message(502, ours) == ("gone", "peer_lost")
     assert SPEC.error_message(400, b'{"error": "top_p must be"}') == ("top_p must be", None)

@@ -167,7 +167,7 @@ async def test_status_has_fresh_counters() -> None:
 
 
 async def test_metrics_have_the_designs_names() -> None:
-    """R70, §6: the counters' names with prefix pdctl_, and the router's own."""
+    """DESIGN §6: the counters' names with prefix pdctl_, and the router's own."""
     async with cluster("p0 d0") as c:
         await c.ask(CHAT)
         c["d0"].on["decode"] = streams(chunk_of(CHAT, "a"))

@@ -217,7 +217,7 @@ async def test_canaries_run_one_at_a_time_on_a_replica() -> None:
 
 
 async def test_an_end_that_dies_in_its_canary_leaves_no_verdict() -> None:
-    """The pair waits for the next incarnation and says for what."""
+    """U11: the pair waits for the next incarnation and says for what; nobody hangs meanwhile."""
 
     def hangs(engines: dict[str, FakeEngine]) -> None:
         engines["p0"].on["prefill"] = stalls_then()
@@ -227,6 +227,7 @@ async def test_an_end_that_dies_in_its_canary_leaves_no_verdict() -> None:
         c.keeper.set_state("p0", "backoff", "p0 was killed")
         path = c.router.roster.paths[0]
         await eventually(lambda: c.router.roster.state(path) == ("waiting", "p0 was killed"))
+        assert (await c.ask(CHAT)).status == 503
         c["p0"].on.clear()
         c["p0"].incarnation = 2
         c.keeper.set_state("p0", "ready")
@@ -234,7 +235,7 @@ async def test_an_end_that_dies_in_its_canary_leaves_no_verdict() -> None:
 
 
 async def test_an_ordinary_replica_has_a_canary_of_its_own() -> None:
-    """U11, U12: a replica that cannot generate takes no traffic; it is announced as failed."""
+    """U12: a replica that cannot generate takes no traffic; it is announced as failed."""
 
     def bad(engines: dict[str, FakeEngine]) -> None:
         engines["o0"].on["alone"] = says(404, b'{"error": "generation thread died"}')

@@ -122,7 +122,7 @@ def test_right_kv_in_16_bits_passes(family: str) -> None:
 )
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_wrong_kv_is_told(family: str, wrong: Callable[[Layers], Layers]) -> None:
-    """U13, U16, U17: zero, swapped, shifted or missing KV cannot become ready."""
+    """U13, U16: zero, swapped, shifted or missing KV cannot become ready."""
     layers = prefilled(family)
     handed = decoded(family, in_float16(wrong(layers)))
     assert difference(decoded(family, layers), handed, BOUND) is not None

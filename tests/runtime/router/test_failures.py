@@ -248,7 +248,7 @@ async def test_a_replica_that_leaves_ready_fails_its_legs_at_once(leg: str, body
 
 
 async def test_a_replica_that_dies_mid_stream_ends_the_stream_with_an_error() -> None:
-    """R61, U11: decode dies after its first chunk."""
+    """R61: decode dies after its first chunk."""
     async with cluster() as c:
         c["d0"].on["decode"] = streams(chunk_of(CHAT, "a"), hang=True)
         response = await c.post("/v1/chat/completions", STREAM)
@@ -294,7 +294,7 @@ async def test_no_request_outlives_its_deadline(leg: str) -> None:
 
 
 async def test_progress_renews_the_deadline() -> None:
-    """R5: a stream that takes longer than the deadline, but never pauses that long, lives."""
+    """R1, R5: a stream that takes longer than the deadline, but never pauses that long, lives."""
 
     async def drips(engine, request, body):
         response = await opened(request)

@@ -183,7 +183,7 @@ async def test_no_agent_at_the_start_is_an_error(tmp_path) -> None:
 
 
 async def test_sixteen_streams_at_once_are_each_complete() -> None:
-    """U10: concurrent streams over two pairs."""
+    """Concurrent streams over two pairs."""
     async with cluster("p0 p1 d0", policy="least_loaded") as c:
         asked = [c.ask({**CHAT, "stream": True}) for _ in range(64)]
         async with asyncio.timeout(PATIENCE_S):

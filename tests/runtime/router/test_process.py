@@ -92,7 +92,7 @@ async def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
 
 
 async def test_sigterm_ends_it_within_its_bound_even_with_a_stream_running(tmp_path: Path) -> None:
-    """R17, R58: exit 0, the engine's leg is closed, nothing listens any more."""
+    """U26: exit 0, the engine's leg is closed, nothing listens any more."""
     async with keeper_of(tmp_path, "127.0.0.1:0") as keeper:
         process = await started(keeper.path)
         with anyio.fail_after(WITHIN_S):

@@ -62,7 +62,7 @@ def status_of(connection: HTTPConnection) -> int:
 
 
 def test_a_room_is_aborted_while_it_decodes(llama: Trio) -> None:
-    """R14, R15: the abort answers that it ended something, once; the stream ends in an error."""
+    """R15: the abort answers that it ended something, once; the stream ends in an error."""
     leg = llama.pair.leg()
     prefill = llama.pair.prefill.send(COMPLETIONS, SPEC.prefill_body(ask(100), leg))
     body = SPEC.decode_body(ask(100, max_tokens=1500, stream=True), leg)
@@ -81,7 +81,7 @@ def test_a_room_is_aborted_while_it_decodes(llama: Trio) -> None:
 
 
 def test_a_decode_leg_alone_is_aborted_while_it_waits(llama: Trio) -> None:
-    """U2: the prefill leg never comes."""
+    """The prefill leg never comes; what waits for it ends with the abort."""
     leg = llama.pair.leg()
     waiting = llama.pair.decode.send(COMPLETIONS, SPEC.decode_body(ask(100), leg))
     until(llama.pair.decode, lambda c: c.handoffs_active == 1)
@@ -276,7 +276,7 @@ def test_sigterm_ends_a_busy_replica_within_five_seconds(folder: Path, llama: Tr
 def test_a_loop_that_dies_takes_the_process_with_it(
     folder: Path, llama: Trio, tmp_path: Path
 ) -> None:
-    """R34: never a server whose health is fine and whose only thread is dead."""
+    """U27: never a server whose health is fine and whose only thread is dead."""
     broken = tmp_path / "broken"
     broken.mkdir()
     for path in llama.model_dir.iterdir():
@@ -289,7 +289,7 @@ def test_a_loop_that_dies_takes_the_process_with_it(
 
 
 def test_an_agent_that_restarts_finds_its_replica_again(folder: Path, llama: Trio) -> None:
-    """R49: the replica serves on meanwhile and reports ready again."""
+    """The replica serves on meanwhile and reports ready again."""
     with start(folder, llama, "o1", Role.BOTH) as process:
         port = process.http_port
         process.agent.go_away()

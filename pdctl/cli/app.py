@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -25,6 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Runs one command line and exits: 0 ok, 1 runtime failure, 2 usage or topology error,
     3 contract mismatch, 4 host not fit, 5 launch failed, 130 interrupted."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    _open_closed_streams()
     try:
         application(given)(given, prog_name="pdctl")
     except PdctlError as error:
@@ -32,14 +34,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
-    except Exception as error:  # The process boundary: nobody above could do better.
-        if os.environ.get(TRACEBACK_ENV):
-            raise
-        _tell(
-            f"unexpected {type(error).__name__}: {error}",
-            f"this is a fault of pdctl; {TRACEBACK_ENV}=1 shows where it happened",
-        )
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            _unexpected(error)
+        _tell("no space is left to write to", "free some, or write elsewhere")
+        _abandon_stdout()
         sys.exit(PdctlError.exit_code)
+    except Exception as error:  # The process boundary: nobody above could do better.
+        _unexpected(error)
 
 
 def application(arguments: Sequence[str] = ()) -> typer.Typer:
@@ -83,6 +85,30 @@ def _root(
     ] = False,
 ) -> None:
     pass
+
+
+def _unexpected(error: Exception) -> NoReturn:
+    if os.environ.get(TRACEBACK_ENV):
+        raise error
+    _tell(
+        f"unexpected {type(error).__name__}: {error}",
+        f"this is a fault of pdctl; {TRACEBACK_ENV}=1 shows where it happened",
+    )
+    sys.exit(PdctlError.exit_code)
+
+
+def _open_closed_streams() -> None:
+    """Started with `>&-`, Python has no stream there at all, and a file opened later would get
+    its number."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            os.dup2(os.open(os.devnull, os.O_RDWR), number)
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
+
+
+def _abandon_stdout() -> None:
+    """What is still buffered can't be written; the interpreter would try once more at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _tell(message: str, hint: str | None) -> None:

@@ -35,6 +35,9 @@ def init(
     except FileExistsError:
         raise UsageError(f"{target} exists already", hint="--force replaces it") from None
     except OSError as error:
-        raise UsageError(f"{target} can't be written: {error.strerror}") from None
+        raise UsageError(
+            f"{target} can't be written: {error.strerror}",
+            hint="give a path in a folder that exists and is yours",
+        ) from None
     typer.echo(f"wrote {target}")
     typer.echo(f"next: edit it, then `pdctl validate {target}`", err=True)

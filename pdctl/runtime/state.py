@@ -28,7 +28,7 @@ from pdctl.runtime.folders import state_home
 from pdctl.runtime.hosts.interface import Mark
 from pdctl.runtime.hosts.local import LocalHost
 from pdctl.topology.contract import Contract
-from pdctl.topology.fields import split_address
+from pdctl.topology.fields import NAME, split_address
 from pdctl.topology.model import Topology
 from pdctl.topology.plan import Plan
 
@@ -208,10 +208,9 @@ def resolve(target: str) -> StateDir:
         TopologyError: neither a file nor a cluster that runs.
     """
     path = Path(target).expanduser()
-    if not path.is_file():
-        state = StateDir.of(target) if os.sep not in target else None
-        if state is not None and state.path.is_dir():
-            return state
+    if not _is_file(path):
+        if NAME.fullmatch(target) is not None and StateDir.of(target).path.is_dir():
+            return StateDir.of(target)
         raise TopologyError(
             f'"{target}" is neither a topology file nor a cluster that was launched here',
             hint="give the path of a topology, or the name that stands in it",
@@ -238,6 +237,13 @@ def running(target: str) -> tuple[StateDir, ClusterRecord]:
     return state, record
 
 
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
+
+
 def declared_name(path: Path) -> str:
     """The name in a topology file, whatever else is wrong with the file.
 
@@ -245,13 +251,13 @@ def declared_name(path: Path) -> str:
         TopologyError: it has none.
     """
     try:
-        name = tomllib.loads(path.read_text())["name"]
-    except (OSError, ValueError, KeyError) as error:
+        name = tomllib.loads(path.read_text("utf-8-sig"))["name"]
+    except (OSError, ValueError, KeyError, RecursionError) as error:
         raise TopologyError(
             f"{path}: no cluster name can be read from it",
             hint="give the cluster's name instead of the file",
         ) from error
-    if not isinstance(name, str) or not name or "/" in name or name.startswith("."):
+    if not isinstance(name, str) or NAME.fullmatch(name) is None:
         raise TopologyError(f"{path}: name is not a cluster name")
     return name
 

@@ -30,6 +30,10 @@ _ROPE_THETA = 10000.0
 
 _MAX_CONFIG_BYTES = 16 << 20
 
+NO_CHECKPOINT = (
+    "give a checkpoint's directory, which holds config.json; `pdctl demo-model` makes a small one"
+)
+
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     """What a config.json means."""
@@ -62,11 +66,11 @@ def read_checkpoint(model_dir: Path) -> tuple[Checkpoint | None, list[Diagnostic
     """
     path = model_dir / "config.json"
     if not model_dir.is_dir():
-        return None, [_problem("missing", f"there is no directory {model_dir}")]
+        return None, [_problem("missing", f"there is no directory {model_dir}", NO_CHECKPOINT)]
     try:
         config = read_json(path)
     except FileNotFoundError:
-        return None, [_problem("missing", f"there is no file {path}")]
+        return None, [_problem("missing", f"there is no file {path}", NO_CHECKPOINT)]
     except ValueError as error:
         return None, [_problem("garbled", str(error))]
     found = [

@@ -22,6 +22,15 @@ _HOSTNAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_.])?", re.
 _KINDS = {bool: "a boolean", int: "a whole number", float: "a number", str: "text",
           list: "a list", dict: "a table"}  # fmt: skip
 
+_WRITTEN = {
+    str: "write text in double quotes",
+    int: "write a whole number as digits, without quotes",
+    bool: "write true or false, without quotes",
+    list: "write a list in square brackets",
+    dict: "write a table as [name], or in braces",
+}
+"""Kind that is wanted → how TOML has it."""
+
 
 class Unacceptable(Exception):
     """A value that its field can't take.
@@ -53,7 +62,7 @@ def shown(value: object) -> str:
 
 def _expect(value: object, kind: type, what: str) -> Any:
     if type(value) is not kind:
-        raise Unacceptable("wrong_type", f"is {kind_of(value)}, not {what}")
+        raise Unacceptable("wrong_type", f"is {kind_of(value)}, not {what}", _WRITTEN.get(kind))
     return value
 
 

@@ -81,12 +81,16 @@ def read(path: str | os.PathLike[str]) -> Draft:
     try:
         with Path(path).expanduser().open("rb") as file:
             raw = file.read(MAX_FILE_BYTES + 1)
-        text = raw.decode()
+        text = raw.decode("utf-8-sig")
     except FileNotFoundError:
         hint = "`pdctl init` writes a starter topology"
         return _unreadable("missing", f"there is no file {source}", hint)
     except UnicodeDecodeError as error:
-        return _unreadable("syntax", f"{source} is not UTF-8 text, from byte {error.start}")
+        summary = f"{source} is not UTF-8 text, from byte {error.start}"
+        return _unreadable("syntax", summary, "save it as UTF-8, or give the path of a topology")
+    except IsADirectoryError:
+        hint = "give the path of a file in it"
+        return _unreadable("unreadable", f"{source} is a directory", hint)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         return _unreadable("unreadable", f"{source} can't be read: {reason}")
@@ -115,6 +119,8 @@ def _unreadable(code: str, summary: str, hint: str | None = None) -> Draft:
 def _syntax_error(source: str, error: Exception) -> Draft:
     if isinstance(error, RecursionError):
         return _unreadable("syntax", f"{source} is nested too deeply")
+    if not isinstance(error, tomllib.TOMLDecodeError):
+        return _unreadable("syntax", f"{source} holds a number with thousands of digits")
     place = re.search(r"\s*\(at (?:line (\d+), column (\d+)|end of document)\)$", str(error))
     reason = str(error)[: place.start()] if place else str(error)
     where = f", line {place[1]}, column {place[2]}" if place and place[1] else ", at its end"
@@ -205,7 +211,8 @@ class _Reading:
         for key, field in known.items():
             if field.required and key not in seen:
                 summary = f"{_subject(place, replica)}{key} is missing"
-                self.report("missing_field", summary, _join(place, key), replica)
+                hint = f"add {key} = …; `pdctl init` writes an example"
+                self.report("missing_field", summary, _join(place, key), replica, hint)
         return values
 
     def unknown(

@@ -203,6 +203,28 @@ def test_a_mistyped_verb_names_the_nearest(pdctl: Any) -> None:
     assert "validate" in done.err
 
 
+@pytest.mark.parametrize("redirect", [">&-", "2>&-", "<&-", ">&- 2>&- <&-"])
+def test_a_closed_stream_is_no_fault(file: Path, redirect: str) -> None:
+    """The exit code is the same as with a terminal."""
+    words = f"exec {sys.executable} -m pdctl.cli.app validate --offline {file} {redirect}"
+    done = subprocess.run(
+        ["sh", "-c", words], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
+def test_a_full_disk_is_an_error_and_a_hint(file: Path) -> None:
+    with open("/dev/full", "w") as full:
+        words = [sys.executable, "-m", "pdctl.cli.app", "validate", "--offline", str(file)]
+        done = subprocess.run(
+            words, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+        )
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: no space is left to write to\n\nhint: ")
+    assert "Exception" not in done.stderr
+
+
 def test_the_version_is_shown(pdctl: Any) -> None:
     assert pdctl("--version").out == f"pdctl {__version__}\n"
 

@@ -102,12 +102,17 @@ def test_a_cluster_is_found_by_name_file_or_recorded_path(tmp_path: Path, home: 
 
 def test_what_names_no_cluster_is_a_topology_error(tmp_path: Path) -> None:
     """Neither a file nor a cluster; a file without a usable name."""
-    with pytest.raises(TopologyError, match="neither a topology file nor a cluster"):
-        resolve("nothing-here")
+    for target in ("nothing-here", "", ".", "x" * 5000, "nul\0", str(tmp_path)):
+        with pytest.raises(TopologyError, match="neither a topology file nor a cluster"):
+            resolve(target)
     file = tmp_path / "topology.toml"
     file.write_text("schema = 1\n")
     with pytest.raises(TopologyError, match="no cluster name"):
         resolve(str(file))
+    file.write_text("x = " + "[" * 5000 + "]" * 5000)
+    with pytest.raises(TopologyError, match="no cluster name"):
+        resolve(str(file))
+    assert own_ports(file) == frozenset()
     file.write_text('name = "../../etc"\n')
     with pytest.raises(TopologyError, match="not a cluster name"):
         resolve(str(file))

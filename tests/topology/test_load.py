@@ -78,6 +78,27 @@ def test_each_fault_is_named_with_its_place(
     assert words in found.summary
 
 
+def test_a_byte_order_mark_is_no_fault(tmp_path: Path) -> None:
+    """Editors on Windows write one."""
+    path = tmp_path / "topology.toml"
+    path.write_bytes(b"\xef\xbb\xbf" + GOOD.encode())
+    assert load(path)[1] == []
+
+
+def test_every_wrong_type_says_how_to_write_the_right_one() -> None:
+    """The hint is about TOML: quotes, brackets, true and false."""
+    for good, bad in (('"studio"', "5"), ("2048", '"2048"'), ("schema = 1", "hosts = 1")):
+        wrong = [d for d in problems(edited(good, bad)) if d.code == "topology.wrong_type"]
+        assert wrong
+        assert all(d.hint for d in wrong)
+
+
+def test_a_number_without_end_is_a_syntax_error() -> None:
+    """Python's limit on digits is not told as advice."""
+    found = only("schema = " + "9" * 5000)
+    assert (found.code, "thousands of digits" in found.summary) == ("topology.syntax", True)
+
+
 @pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "-inf", "0.0", "1e400"])
 def test_a_timeout_is_finite_and_above_zero(value: str) -> None:
     """R8: 0, negative, nan and inf are refused."""

@@ -12,7 +12,7 @@ import anyio
 import typer
 
 from pdctl.cli import render
-from pdctl.cli.change_view import answers, change
+from pdctl.cli.change_view import change, stands
 from pdctl.cli.down import stop
 from pdctl.cli.launch_view import Board, Prefixes, board
 from pdctl.errors import ClusterError
@@ -59,14 +59,14 @@ def _is_up(state: StateDir, record: ClusterRecord) -> bool:
     """Whether there is a cluster to change; what is left of one that is not is cleared away.
 
     Raises:
-        ClusterError: something of it can't be stopped.
+        ClusterError: something of it can't be stopped, or its agent does not answer.
     """
     if record.phase != "running":
         what = "was left half launched or half stopped"
-    elif answers(state, record):
+    elif anyio.run(partial(stands, state, record)):
         return True
     else:
-        what = "has lost its agent"
+        what = "does not run any more"
     say = render.stderr().print
     say(f'cluster "{record.cluster}" {what}: taking down what is left first', soft_wrap=True)
     stop(state, record)

@@ -30,8 +30,8 @@ KILL_S = 5.0
 LOOK_EVERY_S = 0.05
 """Between two looks at a process that was told to end; a remote host can't do better."""
 PORTS_S = 3.0
-AGENT_LINGER_S = 5.0
-"""From an agent's last answer to the end of its process."""
+AGENT_LINGER_S = 2.0
+"""From an agent's last answer to the end of its process and its watchdog's."""
 SWEEPS = 3
 """A process may start another between a look and its end."""
 
@@ -144,13 +144,22 @@ class _Ending:
             self._stopped(name, mark)
         if agent is not None:
             self._stopped("agent", agent)
-        for _ in range(SWEEPS):
-            marks = await in_thread(self.host.marked, self.record.run)
+        for sweep in range(SWEEPS):
+            marks = await self._marked(AGENT_LINGER_S if sweep == 0 else 0.0)
             for mark in marks:
                 await self._stop(mark, 0.0)
                 self._stopped("leftover process", mark)
             if not marks:
                 break
+
+    async def _marked(self, within_s: float) -> list[Mark]:
+        """What carries the run's mark, once that is nothing or `within_s` have passed."""
+        until_s = monotonic_s() + within_s
+        while True:
+            marks = await in_thread(self.host.marked, self.record.run)
+            if not marks or monotonic_s() >= until_s:
+                return marks
+            await anyio.sleep(LOOK_EVERY_S)
 
     async def prove(self) -> None:
         """Notes what of this run still exists, a sentence each."""

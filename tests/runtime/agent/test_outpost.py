@@ -1,0 +1,140 @@
+"""A second host as the keeper holds it: a real agent with doubles of engines behind it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import anyio
+import msgspec
+import pytest
+from runtime.clusters import sweep, until, written
+from runtime.nearby import NearbyHost
+
+from pdctl.engines.channel import RUN_ENV, MemberState
+from pdctl.errors import AgentLost
+from pdctl.runtime import process
+from pdctl.runtime.agent import outpost as module
+from pdctl.runtime.agent.outpost import Outpost
+from pdctl.runtime.state import ClusterRecord
+from pdctl.topology.model import Host
+
+pytestmark = pytest.mark.anyio
+
+
+class Held(NamedTuple):
+    outpost: Outpost
+    host: NearbyHost
+    record: ClusterRecord
+    changed: list[anyio.Event]
+
+    def member(self, name: str) -> MemberState:
+        return next(m for m in self.outpost.members() if m.name == name)
+
+    async def until(self, *states: str) -> None:
+        with anyio.fail_after(30):
+            while self.outpost.state().state not in states:
+                await self.changed[-1].wait()
+
+    async def until_member(self, name: str, *states: str) -> MemberState:
+        with anyio.fail_after(30):
+            while self.member(name).state not in states:
+                await self.changed[-1].wait()
+        return self.member(name)
+
+
+def on_far(record: ClusterRecord, python: str) -> ClusterRecord:
+    """The same cluster with both replicas on a host "far", and the keeper elsewhere."""
+    plan = record.plan
+    replicas = tuple(msgspec.structs.replace(r, host="far") for r in plan.replicas)
+    ports = {**plan.agent_ports, "far": plan.agent_ports["local"]}
+    topology = record.topology
+    far = Host(name="far", ssh="far", python=python)
+    hosts = {**topology.hosts, "far": far}
+    return msgspec.structs.replace(
+        record,
+        plan=msgspec.structs.replace(plan, replicas=replicas, agent_ports=ports),
+        topology=msgspec.structs.replace(topology, hosts=hosts),
+    )
+
+
+@asynccontextmanager
+async def held(folder: Path) -> AsyncIterator[Held]:
+    with written(folder) as (state, local):
+        record = on_far(local, local.topology.hosts["local"].python or "")
+        host = NearbyHost("far", folder / "far")
+        changed = [anyio.Event()]
+
+        def notify() -> None:
+            changed.append(anyio.Event())
+            changed[-2].set()
+
+        outpost = Outpost(host, record, key=state.read_key(), changed=notify)
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(outpost.run)
+                yield Held(outpost, host, record, changed)
+                tasks.cancel_scope.cancel()
+        finally:
+            host.close()
+            sweep(record)
+
+
+async def test_it_starts_an_agent_there_and_shows_its_replicas(tmp_path: Path) -> None:
+    """Keys and record lie 0600 under that host's own state home; shut down, nothing is left."""
+    async with held(tmp_path) as far:
+        await far.until("ready")
+        await far.outpost.client.start("p0")
+        ready = await far.until_member("p0", "ready")
+        assert ready.clock_offset_s == far.host.clock_offset_s
+        assert far.member("d0").state == "stopped"
+        place = tmp_path / "far" / far.record.cluster / "hosts" / "far"
+        assert {p.name for p in place.iterdir()} >= {"key", "cluster.json", "logs"}
+        assert all(p.stat().st_mode & 0o077 == 0 for p in place.iterdir())
+        await far.outpost.shut_down()
+        await until("nothing is left", lambda: process.marked(far.record.run) == [])
+
+
+@pytest.mark.engine
+async def test_a_cut_connection_hides_its_replicas_until_it_is_back(tmp_path: Path) -> None:
+    """They run on and keep their incarnation: no canary is due for it."""
+    async with held(tmp_path) as far:
+        await far.until("ready")
+        await far.outpost.client.start("p0")
+        before = await far.until_member("p0", "ready")
+        far.host.sever()
+        lost = await far.until_member("p0", "unreachable")
+        assert 'host "far" is unreachable' in (lost.cause or "")
+        with pytest.raises(AgentLost, match="can't be reached"):
+            _ = far.outpost.client
+        far.host.mend()
+        again = await far.until_member("p0", "ready")
+        assert (again.pid, again.incarnation) == (before.pid, before.incarnation)
+        await far.outpost.shut_down()
+
+
+@pytest.mark.engine
+async def test_an_agent_that_vanished_with_its_watchdog_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """U35: as after a reboot; what still runs there is taken over."""
+    monkeypatch.setattr(module, "WATCHDOG_S", 0.1)
+    async with held(tmp_path) as far:
+        await far.until("ready")
+        await far.outpost.client.start("p0")
+        before = await far.until_member("p0", "ready")
+        for mark in process.marked(far.record.run):
+            if mark.pid != before.pid:
+                os.kill(mark.pid, signal.SIGKILL)
+        await far.until("unreachable", "starting")
+        await far.until("ready")
+        again = await far.until_member("p0", "ready")
+        assert again.pid == before.pid
+        assert far.outpost.state().agent_restarts == 1
+        await far.outpost.shut_down()
+        await until("nothing is left", lambda: process.marked(far.record.run) == [])
+    assert RUN_ENV not in os.environ

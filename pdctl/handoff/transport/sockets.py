@@ -22,55 +22,61 @@ SO_MAX_PACING_RATE = 47
 
 
 class SocketOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What is set on every connected socket of one transport."""
+    """What is set on every socket of one transport."""
 
     near_congestion: tuple[str, ...] = ("cubic", "reno")
-    """Where the peer is near (this host, a private network), the first of these that the kernel
-    allows; empty: the system's. A system's default may be bbr, which paces by an estimate of
-    the link: right for a long one, but on a near link it held a handoff to 3.2 GB/s where cubic
-    reached 5.7 (bench/results). A distant peer keeps the system's default."""
+    """Where a sender listens on a near address (this host, a private network), the first of
+    these that the kernel allows; empty: the system's. A system's default may be bbr, which paces
+    by an estimate of the link: right for a long one, but on a near link it held a handoff to
+    3.2 GB/s where cubic reached 5.7 (bench/results). On any other address the default stays.
+
+    Set before a connection exists: one that began under bbr stays paced under cubic. The
+    dialling end sends small frames only, under the system's."""
     pacing_bytes_per_s: int | None = None
 
-    def apply(self, connected: socket.socket, peer_host: str) -> None:
-        """`peer_host` is numeric. Raises OSError where the connection is gone already."""
+    def listening(self, listening: socket.socket) -> None:
+        """A bound socket, which gives it to every connection that it accepts."""
+        if self.near_congestion and is_near(listening.getsockname()[0]):
+            choose_congestion(listening, self.near_congestion)
+
+    def connected(self, connected: socket.socket) -> None:
+        """Raises OSError where the connection is gone already."""
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         if self.pacing_bytes_per_s is not None:
             rate = self.pacing_bytes_per_s.to_bytes(8, sys.byteorder)
             connected.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, rate)
-        if self.near_congestion and is_near(peer_host):
-            choose_congestion(connected, self.near_congestion)
 
 
 def is_near(host: str) -> bool:
-    """Loopback, link-local or a private network; `host` is a peer's numeric address."""
+    """Loopback, link-local or a private network; `host` is a numeric address."""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
         return False
     mapped = getattr(address, "ipv4_mapped", None)
-    return (mapped or address).is_private
+    return (mapped or address).is_private and not address.is_unspecified
 
 
-def choose_congestion(connected: socket.socket, wanted: tuple[str, ...]) -> None:
+def choose_congestion(one: socket.socket, wanted: tuple[str, ...]) -> None:
     """Keeps what is there where it is one of `wanted`, or where none of them is allowed."""
     if not sys.platform.startswith("linux"):
         return
-    present = congestion_of(connected)
+    present = congestion_of(one)
     if present in wanted:
         return
     for name in wanted:
         try:
-            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name.encode())
+            one.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name.encode())
         except OSError as error:
             log.debug("congestion control %s is not allowed here: %s", name, error)
         else:
             return
 
 
-def congestion_of(connected: socket.socket) -> str:
+def congestion_of(one: socket.socket) -> str:
     """Linux only."""
-    raw = connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+    raw = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
     return raw.rstrip(bytes(1)).decode()
 
 

@@ -42,13 +42,11 @@ class TcpConnection:
     """A `Connection` over a connected socket, which it owns."""
 
     @classmethod
-    def over(
-        cls, connected: socket.socket, peer: str, host: str, options: SocketOptions
-    ) -> TcpConnection:
+    def over(cls, connected: socket.socket, peer: str, options: SocketOptions) -> TcpConnection:
         """Sets the socket up, or closes it. Raises OSError where the peer is gone already."""
         try:
             connected.setblocking(True)
-            options.apply(connected, host)
+            options.connected(connected)
         except OSError:
             connected.close()
             raise
@@ -124,9 +122,9 @@ class TcpListener:
                 continue
             except OSError as error:
                 raise PeerLost(f"port {self.port} accepts nobody: {_reason(error)}") from error
-            host, where = address[0], format_address(address[0], address[1])
+            where = format_address(address[0], address[1])
             try:
-                return TcpConnection.over(connected, where, host, self._options)
+                return TcpConnection.over(connected, where, self._options)
             except OSError as error:
                 # that peer is gone already: no reason to keep others waiting
                 log.debug("a connection from %s broke: %s", where, _reason(error))
@@ -154,6 +152,7 @@ class TcpTransport:
             try:
                 listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 listening.bind(where)
+                self._options.listening(listening)
                 listening.listen(BACKLOG)
             except OSError:
                 listening.close()
@@ -167,8 +166,7 @@ class TcpTransport:
         where = format_address(*address)
         try:
             connected = socket.create_connection(address, timeout=timeout_s)
-            host = connected.getpeername()[0]
-            return TcpConnection.over(connected, where, host, self._options)
+            return TcpConnection.over(connected, where, self._options)
         except OSError as error:
             raise PeerLost(f"can't reach {where}: {_reason(error)}") from error
 

@@ -30,7 +30,7 @@ _TICK_S = 0.5
 _KEPT_STDERR_BYTES = 8 << 10
 _KEPT_TRIPS = 12
 _END_S = 1.0
-"""For each step of ending: by itself, SIGTERM, SIGKILL."""
+"""For each step of ending: by itself, then killed."""
 
 
 class _Call:
@@ -165,10 +165,8 @@ class Connection:
         self._closing = True
         self._out.close()
         self._reader.join(_END_S)
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            if not self._reader.is_alive():
-                return
-            self._kill(number)
+        if self._reader.is_alive():
+            self._kill()
             self._reader.join(2 * _END_S)
 
     # -- sending
@@ -355,17 +353,16 @@ class Connection:
         if not at_once:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return self._process.wait(_END_S)
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            self._kill(number)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_END_S)
-                break
+        self._kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_S)
         return None
 
-    def _kill(self, number: int) -> None:
+    def _kill(self) -> None:
+        """The process and what it started to get there (a jump host's ssh, say)."""
         if self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, number)
+                os.killpg(self._process.pid, signal.SIGKILL)
 
     def _explain(self, wrong: str | None, returncode: int | None) -> HostError:
         name = self._host.name

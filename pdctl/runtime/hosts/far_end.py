@@ -70,7 +70,7 @@ class FarEnd:
         with selectors.DefaultSelector() as selector:
             selector.register(self._incoming, selectors.EVENT_READ)
             while monotonic_s() - heard_s < self._lease_s:
-                if not selector.select(_TICK_S):
+                if not selector.select(min(_TICK_S, self._lease_s / 4)):
                     continue
                 chunk = os.read(self._incoming, 1 << 16)
                 if not chunk:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Iterator
@@ -36,12 +37,10 @@ def test_messages_arrive_however_the_bytes_are_cut(cuts: list[int]) -> None:
 @given(st.binary(max_size=200))
 def test_any_bytes_are_messages_or_garbled(raw: bytes) -> None:
     """Nothing but Garbled comes out of bytes that no far end sends."""
-    try:
+    found: list[wire.Any] = []
+    with contextlib.suppress(wire.Garbled):
         found = wire.Incoming().feed(raw)
-    except wire.Garbled as error:
-        assert str(error)
-    else:
-        assert all(isinstance(message, wire.Message) for message in found)
+    assert all(isinstance(message, wire.Message) for message in found)
 
 
 def test_a_frame_has_a_bound() -> None:
@@ -55,9 +54,10 @@ def test_a_body_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "MAX_BODY_BYTES", 1 << 20)
     part = wire.encode(wire.Part(id=1, chunk=bytes(wire.PART_BYTES)))
     incoming = wire.Incoming()
+    for _ in range((1 << 20) // wire.PART_BYTES):
+        incoming.feed(part)
     with pytest.raises(wire.Garbled, match="more than 1 MiB"):
-        for _ in range(10):
-            incoming.feed(part)
+        incoming.feed(part)
 
 
 @pytest.mark.parametrize("noise", [b"", b"Welcome!\r\n", wire.MAGIC[:5] + b"x", b"\x00" * 1000])
@@ -81,9 +81,9 @@ def test_what_comes_before_the_magic_is_skipped(noise: bytes) -> None:
 def test_a_shell_that_never_stops_printing_is_given_up() -> None:
     """Bounded: it is no far end."""
     opening = wire.Opening()
+    assert opening.feed(b"yes\n" * (16 << 10)) is None
     with pytest.raises(wire.Garbled, match="64 KiB"):
-        for _ in range(20):
-            opening.feed(b"yes\n" * 2000)
+        opening.feed(b"yes\n")
 
 
 @pytest.fixture
@@ -96,12 +96,10 @@ def pipe() -> Iterator[tuple[int, wire.Outgoing]]:
 
 
 def test_a_short_message_passes_a_long_one(pipe: tuple[int, wire.Outgoing]) -> None:
-    """50 MB go in parts, and a ping that is sent meanwhile comes before their end."""
+    """10 MB go in parts, and a ping that is sent meanwhile comes before their end."""
     reader, outgoing = pipe
-    body = os.urandom(50 << 20)
-    long = threading.Thread(
-        target=outgoing.send, args=(wire.Answer(id=1, body=body),), daemon=True
-    )
+    body = os.urandom(10 << 20)
+    long = threading.Thread(target=outgoing.send, args=(wire.Answer(id=1, body=body),), daemon=True)
     long.start()
     incoming = wire.Incoming()
     found: list[wire.Message] = []
@@ -139,5 +137,4 @@ def test_a_reader_that_went_away_is_noticed() -> None:
     outgoing = wire.Outgoing(writer)
     os.close(reader)
     with pytest.raises(BrokenPipeError):
-        for _ in range(1000):
-            outgoing.send(wire.Answer(id=1, body=bytes(64 << 10)))
+        outgoing.send(wire.Answer(id=1, body=bytes(64 << 20)))

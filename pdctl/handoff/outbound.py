@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
 import numpy as np
 
-from pdctl.errors import (
-    HandoffCancelled,
-    HandoffError,
-    HandoffExpired,
-    TicketRejected,
-)
+from pdctl.errors import HandoffCancelled, HandoffError, TicketRejected
 from pdctl.handoff import wire
 from pdctl.handoff.budget import Claim
+from pdctl.handoff.ends_once import EndsOnce
 from pdctl.handoff.lease import Deadline
 from pdctl.handoff.page import PageGeometry, Patterns
 from pdctl.handoff.schedule import PagePart, Schedule
-from pdctl.handoff.state import SENDER_FINAL, Event, Sending, sending
+from pdctl.handoff.state import SENDER_FINAL, Event, Sending
 
 
 class Over(msgspec.Struct, frozen=True):
@@ -50,7 +45,7 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     ticket_expires_at_s: float
 
 
-class Outbound:
+class Outbound(EndsOnce):
     """One prompt's handoff, on the sender. Thread-safe; no method blocks on the network.
 
     It ends exactly once: done, failed or cancelled. Calls after that are ignored, but for
@@ -68,18 +63,12 @@ class Outbound:
         post: Callable[[Callable[[], None]], None],
         settle: Callable[[Outbound], None],
     ) -> None:
+        super().__init__(prompt.room, deadline, post=post, settle=lambda: settle(self))
         self.prompt = prompt
-        self.room = prompt.room
         self.tokens = prompt.tokens
         """Positions that the prompt has."""
         self.decode = prompt.decode
         """The receiver's name."""
-        self.error: HandoffError | None = None
-        """Why it failed; set before `settled`."""
-        self.done = False
-        """The receiver has committed everything."""
-        self.settled = threading.Event()
-        """Set at the end, after pages, budget and counters were given back."""
         self.admitted_at = clock()
         self.needed_at: float | None = None
         """When the forward pass of the last position that the grant needs had ended."""
@@ -88,17 +77,10 @@ class Outbound:
         self.claim: Claim | None = None
         self.on_settled: Callable[[Outbound], None] | None = None
         self._geometry = geometry
-        self._deadline = deadline
         self._clock = clock
-        self._post = post
-        self._settle = settle
-        self._changed = threading.Condition()
-        self._machine = sending()
-        self._tell_peer = False
         self._pages: Patterns | None = None
         self._schedule = Schedule(geometry, prompt.tokens)
         self._computed_at = self.admitted_at
-        self._settling = False
 
     # -- the engine's side ---------------------------------------------------------------
 
@@ -158,18 +140,14 @@ class Outbound:
             self._schedule.first_token = first_token
             self._progress()
 
-    def fail(self, error: HandoffError) -> None:
-        """Ends the handoff; the receiver is told. Does nothing once it is over."""
-        self._end(error, tell_peer=True)
-
-    def cancel(self) -> None:
-        self.fail(HandoffCancelled(f"room {self.room} was cancelled on the sender"))
-
     # -- the session's side --------------------------------------------------------------
 
     @property
-    def over(self) -> bool:
-        return self._machine.state in SENDER_FINAL
+    def served(self) -> bool:
+        return self.peer is not None
+
+    def free(self) -> None:
+        self._pages = None
 
     @property
     def positions(self) -> int:
@@ -234,38 +212,6 @@ class Outbound:
             self._schedule.granted(grant)
             self._progress()
 
-    def committed(self) -> None:
-        """The receiver's Done; `settle` follows."""
-        with self._changed:
-            if self.over:
-                return
-            self._machine.on(Event.DONE)
-            self.done = True
-            self._changed.notify_all()
-
-    def aborted(self, error: HandoffError) -> None:
-        """The receiver's Abort; `settle` follows."""
-        self._end(error, tell_peer=False, event=Event.ABORT)
-
-    def lose(self, error: HandoffError) -> None:
-        """Ends the handoff because of the peer, who need not be told; `settle` follows."""
-        self._end(error, tell_peer=False)
-
-    def moved(self, payload_at: float) -> None:
-        """Bytes of a page left at that time: progress, however slow (R5)."""
-        self._deadline.progressed(payload_at)
-
-    def check(self, now: float) -> None:
-        """Expires the handoff when its time is over."""
-        if self._deadline.passed(now):
-            self.fail(
-                HandoffExpired(
-                    f"room {self.room} made no progress for {self._deadline.timeout_s:g} s "
-                    f"while {self._machine.state.value}",
-                    hint="raise handoff.timeout_s if prompts take longer than that",
-                )
-            )
-
     def step(self) -> Step:
         """Blocks until there is something to send; the deadline ends every wait here."""
         with self._changed:
@@ -282,16 +228,6 @@ class Outbound:
         flat = pages.reshape(-1).view(np.uint8)
         return flat[page * size : (page + 1) * size].data
 
-    def settle(self) -> None:
-        """Gives everything back, then says so; the first call only. No send may be reading
-        the pages."""
-        with self._changed:
-            if self._settling or not self.over:
-                return
-            self._settling = True
-            self._pages = None
-        self._settle(self)
-
     # -- inside --------------------------------------------------------------------------
 
     def _progress(self) -> None:
@@ -300,18 +236,6 @@ class Outbound:
         if self.needed_at is None and self._schedule.needed:
             self.needed_at = self._computed_at
         self._changed.notify_all()
-
-    def _end(self, error: HandoffError, *, tell_peer: bool, event: Event = Event.FAIL) -> None:
-        with self._changed:
-            if self.over:
-                return
-            self._machine.on(event)
-            self.error = error
-            self._tell_peer = tell_peer
-            unserved = self.peer is None
-            self._changed.notify_all()
-        if unserved:
-            self._post(self.settle)
 
     def _decide(self) -> Step | None:
         state = self._machine.state

@@ -15,8 +15,7 @@ from pdctl.runtime import lock
 from pdctl.runtime.agent.journal import ROUTER
 from pdctl.runtime.draining import StillActive, refuse_unknown
 from pdctl.runtime.interruption import interruptible
-from pdctl.runtime.keeper import keeper_of
-from pdctl.runtime.rolling import Rolling
+from pdctl.runtime.rolling import rolling
 from pdctl.runtime.state import ClusterRecord, StateDir, running
 
 
@@ -69,5 +68,5 @@ async def _restart(
     def told(count: int) -> None:
         shown.say(f"waiting for {render.counted(count, 'request')} on {replica} …")
 
-    rolling = Rolling(state, keeper_of(state, record), shown.show, told=told)
-    await rolling.restart(replica, drain_s=drain_s, wait_s=wait_s)
+    async with rolling(state, record, shown.show, told=told) as work:
+        await work.restart(replica, drain_s=drain_s, wait_s=wait_s)

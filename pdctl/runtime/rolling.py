@@ -6,23 +6,29 @@ canary for the new incarnation.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import AsyncIterator, Callable, Mapping
 
 import anyio
 import msgspec
 
 from pdctl.engines.channel import MemberState, PairState
-from pdctl.errors import ClusterError
-from pdctl.runtime.agent.client import AgentClient
+from pdctl.errors import ClusterError, PdctlError
+from pdctl.runtime.agent.client import AgentCalls
 from pdctl.runtime.agent.journal import ROUTER
 from pdctl.runtime.agent.view import RouterState, Snapshot
 from pdctl.runtime.draining import Told, wait_idle
 from pdctl.runtime.events import Emit, LaunchEvent, Stage
-from pdctl.runtime.launch import LOG_LINES, last_lines
+from pdctl.runtime.hosts.interface import RuntimeHost
+from pdctl.runtime.keeper import agent_of, hosts_of, in_thread
+from pdctl.runtime.placement import placement
 from pdctl.runtime.progress import Progress, text_of
-from pdctl.runtime.state import StateDir
+from pdctl.runtime.state import ClusterRecord, StateDir
+from pdctl.topology.model import Role
+from pdctl.topology.plan import Plan
 
 SERVING = frozenset({"ready", "draining"})
+LOG_LINES = 20
 LEAVE_S = 30.0
 """From being told to stop to not serving any more; the agent's own grace is shorter."""
 
@@ -35,6 +41,8 @@ class Rolling:
     """Restarts on one running cluster, one after the other.
 
     Args:
+        record: what runs, or is to run now.
+        hosts: the way to every host of its plan.
         told: how many requests still run on what is being drained.
         patient: whether a process that ends is given its agent's further tries.
     """
@@ -42,14 +50,18 @@ class Rolling:
     def __init__(
         self,
         state: StateDir,
-        keeper: AgentClient,
+        record: ClusterRecord,
+        keeper: AgentCalls,
+        hosts: Mapping[str, RuntimeHost],
         emit: Emit,
         *,
         told: Told = lambda count: None,
         patient: bool = True,
     ) -> None:
         self.state = state
+        self.record = record
         self.keeper = keeper
+        self.hosts = hosts
         self.emit = emit
         self.told = told
         self.patient = patient
@@ -71,7 +83,7 @@ class Rolling:
         self._tell(name, "stopping")
         await self.keeper.restart(name)
         with anyio.CancelScope(shield=True), anyio.move_on_after(LEAVE_S):
-            await self._follow(name, lambda s: has_left(s, before, name))
+            await self._follow(lambda s: has_left(s, before, name))
             await self.keeper.drain(name, undo=True)
         await self.rejoined(name, before, wait_s)
 
@@ -96,18 +108,20 @@ class Rolling:
                 self._refuse_stuck(snapshot, name)
                 return False
             progress.show(about(snapshot, name))
-            trouble = broken(snapshot, name, patient=self.patient)
-            if trouble is not None:
-                raise self._not_back(name, trouble)
-            return has_joined(snapshot, name)
+            return broken(snapshot, name, patient=self.patient) is not None or has_joined(
+                snapshot, name, self.record.plan
+            )
 
-        with anyio.move_on_after(wait_s):
-            await self._follow(name, done)
-            return
-        waiting = Progress.waiting(about(await self.keeper.snapshot(), name))
-        raise self._not_back(name, f"not back within {wait_s:g} s: {waiting}")
+        with anyio.move_on_after(wait_s) as patience:
+            await self._follow(done)
+        last = about(await self.keeper.snapshot(), name)
+        trouble = broken(last, name, patient=self.patient)
+        if patience.cancelled_caught:
+            trouble = f"not back within {wait_s:g} s: {Progress.waiting(last)}"
+        if trouble is not None:
+            raise await self._not_back(name, trouble)
 
-    async def _follow(self, name: str, done: Callable[[Snapshot], bool]) -> None:
+    async def _follow(self, done: Callable[[Snapshot], bool]) -> None:
         """Unbounded: put a deadline around it."""
         snapshot = await self.keeper.snapshot()
         while not done(snapshot):
@@ -118,15 +132,39 @@ class Rolling:
         if found.state == "failed" and found.pid is not None:
             raise NotBack(f"{name} can't be stopped: {found.cause}")
 
-    def _not_back(self, name: str, sentence: str) -> NotBack:
-        log = self.state.log(name)
-        for line in last_lines(log, LOG_LINES):
+    async def _not_back(self, name: str, cause: str) -> NotBack:
+        """Shows the end of its log, wherever that lies."""
+        sentence = f"{name} did not come back: {cause}"
+        plan = self.record.plan
+        host = self.hosts[plan.router_host if name == ROUTER else plan.replica(name).host]
+        try:
+            log = (await in_thread(placement, host, self.record, self.state)).log(name)
+            raw = await in_thread(host.read, log) or b""
+        except PdctlError as error:
+            return NotBack(f"{sentence}; its log can't be read: {error.message}")
+        for line in raw.decode("utf-8", "replace").splitlines()[-LOG_LINES:]:
             self.emit(LaunchEvent(stage=Stage.LOG, subject=name, state=line))
-        return NotBack(f"{name} did not come back: {sentence}", hint=f"its log is {log}")
+        far = self.record.topology.hosts[host.name].ssh is not None
+        return NotBack(sentence, hint=f"its log is {log}{f' on {host.name}' if far else ''}")
 
     def _tell(self, name: str, state: str) -> None:
         stage = Stage.ROUTER if name == ROUTER else Stage.REPLICA
         self.emit(LaunchEvent(stage=stage, subject=name, state=state))
+
+
+@contextlib.asynccontextmanager
+async def rolling(
+    state: StateDir,
+    record: ClusterRecord,
+    emit: Emit,
+    *,
+    told: Told = lambda count: None,
+    patient: bool = True,
+) -> AsyncIterator[Rolling]:
+    """A `Rolling` with the way to the cluster's keeper and hosts; closed at the end."""
+    with hosts_of(record) as hosts:
+        keeper = await agent_of(record.plan.router_host, state, record, hosts)
+        yield Rolling(state, record, keeper, hosts, emit, told=told, patient=patient)
 
 
 def process(snapshot: Snapshot, name: str) -> MemberState | RouterState:
@@ -150,21 +188,31 @@ def has_left(snapshot: Snapshot, before: Snapshot, name: str) -> bool:
 
 
 def paths_of(snapshot: Snapshot, name: str) -> tuple[PairState, ...]:
-    """The paths that must be ready for it to have rejoined: those whose other end serves."""
-    ready = {member.name for member in snapshot.members if member.state == "ready"}
+    """The announced paths that matter to it: those whose other end serves."""
     return tuple(
         path
         for path in (*snapshot.pairs, *snapshot.replicas)
-        if name in (ROUTER, path.prefill, path.decode)
-        and {path.prefill, path.decode} - {name} <= ready
+        if _matters(snapshot, name, (path.prefill, path.decode))
     )
 
 
-def has_joined(snapshot: Snapshot, name: str) -> bool:
-    found = process(snapshot, name)
-    if found.state != "ready" or not snapshot.pairs + snapshot.replicas:
+def _matters(snapshot: Snapshot, name: str, ends: tuple[str, str]) -> bool:
+    ready = {member.name for member in snapshot.members if member.state == "ready"}
+    return (name == ROUTER or name in ends) and set(ends) - {name} <= ready
+
+
+def has_joined(snapshot: Snapshot, name: str, plan: Plan) -> bool:
+    """Whether the router says of every path of the plan that matters to it that it is ready."""
+    if process(snapshot, name).state != "ready":
         return False
-    return all(path.state == "ready" and holds(path, snapshot) for path in paths_of(snapshot, name))
+    declared = [(pair.prefill, pair.decode) for pair in plan.pairs]
+    declared += [(r.name, r.name) for r in plan.replicas if r.role is Role.BOTH]
+    told = {(path.prefill, path.decode): path for path in paths_of(snapshot, name)}
+    return all(
+        ends in told and told[ends].state == "ready" and holds(told[ends], snapshot)
+        for ends in declared
+        if _matters(snapshot, name, ends)
+    )
 
 
 def holds(path: PairState, snapshot: Snapshot) -> bool:

@@ -78,6 +78,8 @@ class ClusterRecord(msgspec.Struct, frozen=True, kw_only=True):
         for replica in plan.replicas:
             if replica.host == host:
                 found |= {replica.http_port, replica.data_port or 0, replica.side_port or 0}
+            elif plan.router_host == host:
+                found.add(replica.route_port or 0)
         return frozenset(found - {0})
 
 

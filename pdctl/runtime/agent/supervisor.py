@@ -78,6 +78,7 @@ class Supervised:
         self._pending: dict[tuple[Event, int], str | None] = {}
         self._arrived = anyio.Event()
         self._idle = anyio.Event()
+        self._life = anyio.CancelScope()
         self._busy = False
 
     # -- what others say
@@ -133,12 +134,17 @@ class Supervised:
     # -- the driver
 
     async def run(self) -> None:
-        """Ends by cancellation only; leaves its process as it is."""
-        while True:
-            event, cause = await self._next()
-            self._busy = True
-            await self._handle(event, cause)
-            self._busy = False
+        """Ends by cancellation, or by `retire`; leaves its process as it is."""
+        with self._life:
+            while True:
+                event, cause = await self._next()
+                self._busy = True
+                await self._handle(event, cause)
+                self._busy = False
+
+    def retire(self) -> None:
+        """It is wanted no more; call it once it is settled."""
+        self._life.cancel()
 
     async def _next(self) -> tuple[Event, str | None]:
         while True:

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Unpack
 
 from pdctl.errors import HandoffCancelled
-from pdctl.handoff.counters import CounterBoard
-from pdctl.handoff.ending import OnFailed, count_end
+from pdctl.handoff.ending import Common, ReplicaEnd
 from pdctl.handoff.handshake import answer
 from pdctl.handoff.identity import Identity, Leg, tokens_digest
 from pdctl.handoff.idle import IdleLinks
 from pdctl.handoff.inbound import Inbound, Services
-from pdctl.handoff.lease import checked_timeout
 from pdctl.handoff.link import Link
 from pdctl.handoff.page import PageGeometry
-from pdctl.handoff.pulse import Pulse, guarded
+from pdctl.handoff.pulse import Pulse
 from pdctl.handoff.sink import PageSink, Want
-from pdctl.handoff.transport.interface import Transport
-from pdctl.handoff.transport.tcp import TcpTransport, parse_address
-from pdctl.trace import monotonic_s
+from pdctl.handoff.transport.tcp import parse_address
 
 __all__ = ["Inbound", "PageSink", "Receiver", "Want"]
 
@@ -28,36 +25,22 @@ DIAL_S = 5.0
 CLOSE_S = 5.0
 
 
-class Receiver:
+class Receiver(ReplicaEnd):
     """Owns the connections to senders and every handoff that it fetches.
 
     Threads: one pulse, and per handoff one that reads and, briefly, one that allocates; all
     end with `close`. Any thread may call any method.
 
     Args:
-        timeout_s: the default of legs; each brings its own.
-        on_failed: called before the failed handoff's `sink.abort`.
+        common: as `ReplicaEnd` says; `timeout_s` is the default of legs, each brings its own,
+            and `on_failed` is called before the failed handoff's `sink.abort`.
     """
 
     def __init__(
-        self,
-        identity: Identity,
-        geometry: PageGeometry,
-        *,
-        timeout_s: float,
-        board: CounterBoard,
-        on_failed: OnFailed,
-        clock: Callable[[], float] = monotonic_s,
-        transport: Transport | None = None,
+        self, identity: Identity, geometry: PageGeometry, **common: Unpack[Common]
     ) -> None:
-        self._identity = identity
-        self._geometry = geometry
-        self._timeout_s = checked_timeout(timeout_s)
-        self._board = board
-        self._on_failed = on_failed
-        self._clock = clock
-        self._transport: Transport = transport or TcpTransport()
-        self._idle = IdleLinks(clock)
+        super().__init__(identity, geometry, **common)
+        self._idle = IdleLinks(self._clock)
         self._lock = threading.Lock()
         self._active: set[Inbound] = set()
         self._closed = False
@@ -69,7 +52,7 @@ class Receiver:
             count=self._count,
             finished=self._finished,
             digest=identity.digest,
-            clock=clock,
+            clock=self._clock,
         )
 
     def fetch(self, leg: Leg, token_ids: Sequence[int], sink: PageSink) -> Inbound:
@@ -141,8 +124,8 @@ class Receiver:
         if error is None and want is not None:
             imported = want.tokens - want.held_tokens
             reused = want.held_tokens // self._geometry.page_tokens
-        count_end(
-            self._board,
+        self._count_end(
+            leg.room,
             leg.prefill,
             error,
             handoffs_active=-1,
@@ -150,9 +133,6 @@ class Receiver:
             imported_tokens=imported,
             reused_pages=reused,
         )
-        if error is not None and not isinstance(error, HandoffCancelled):
-            cause, detail = error.cause, error.message
-            guarded(lambda: self._on_failed(leg.room, cause, detail))
 
     def _finished(self, inbound: Inbound, link: Link | None) -> None:
         with self._lock:

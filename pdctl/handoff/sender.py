@@ -6,13 +6,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Unpack
 
 from pdctl.errors import BudgetExceeded, HandoffCancelled, HandoffError, PeerLost
 from pdctl.handoff.budget import Budget
-from pdctl.handoff.counters import CounterBoard
-from pdctl.handoff.ending import OnFailed, count_end
+from pdctl.handoff.ending import Common, ReplicaEnd
 from pdctl.handoff.identity import Identity, Leg, tokens_digest
-from pdctl.handoff.lease import Deadline, checked_timeout
+from pdctl.handoff.lease import Deadline
 from pdctl.handoff.link import Link
 from pdctl.handoff.outbound import Outbound, Prompt
 from pdctl.handoff.page import PageGeometry
@@ -20,9 +20,7 @@ from pdctl.handoff.pulse import Pulse, guarded
 from pdctl.handoff.rooms import Rooms
 from pdctl.handoff.serving import Serving, Terms
 from pdctl.handoff.ticket import verify
-from pdctl.handoff.transport.interface import Connection, Listener, Transport
-from pdctl.handoff.transport.tcp import TcpTransport
-from pdctl.trace import monotonic_s
+from pdctl.handoff.transport.interface import Connection, Listener
 
 __all__ = ["Outbound", "Sender"]
 
@@ -36,7 +34,7 @@ MAX_UNPROVED = 64
 MAX_CONNECTIONS = 1024
 
 
-class Sender:
+class Sender(ReplicaEnd):
     """Owns the listener, its connections, the budget and every room.
 
     Threads: one that accepts, one pulse, two per connection; all end with `close`. Any thread
@@ -45,8 +43,8 @@ class Sender:
     Args:
         listen: host and port; port 0 picks one.
         budget_bytes: for the pages of all prompts that are reserved at a time.
-        timeout_s: bounds what a leg does not: how long a Hello waits for its prompt.
-        on_failed: called before the failed handoff's `on_settled`.
+        common: as `ReplicaEnd` says; `timeout_s` bounds how long a Hello waits for its prompt,
+            and `on_failed` is called before the failed handoff's `on_settled`.
     """
 
     def __init__(
@@ -56,22 +54,13 @@ class Sender:
         *,
         listen: tuple[str, int],
         budget_bytes: int,
-        timeout_s: float,
-        board: CounterBoard,
-        on_failed: OnFailed,
-        clock: Callable[[], float] = monotonic_s,
-        transport: Transport | None = None,
+        **common: Unpack[Common],
     ) -> None:
-        self._identity = identity
-        self._geometry = geometry
+        super().__init__(identity, geometry, **common)
         self._address = listen
-        self._board = board
-        self._on_failed = on_failed
-        self._clock = clock
-        self._transport: Transport = transport or TcpTransport()
         self._budget = Budget(budget_bytes, changed=self._count_budget)
         self._rooms = Rooms()
-        awaited_s = min(AWAITED_S, checked_timeout(timeout_s))
+        awaited_s = min(AWAITED_S, self._timeout_s)
         self._terms = Terms(identity, self._rooms, awaited_s, self._forget)
         self._lock = threading.Lock()
         self._servings: set[Serving] = set()
@@ -114,7 +103,7 @@ class Sender:
         try:
             self._rooms.admit(outbound, time.time())
         except HandoffError as error:
-            self._count_end(outbound, error)
+            self._count(outbound, error)
             raise
         self._board.add(peer=outbound.decode, handoffs_active=1)
         try:
@@ -227,17 +216,15 @@ class Sender:
         self._rooms.close(outbound)
         if outbound.done and outbound.needed_at is not None:
             self._board.observe("transfer", self._clock() - outbound.needed_at)
-        self._count_end(outbound, outbound.error, handoffs_active=-1)
+        self._count(outbound, outbound.error, handoffs_active=-1)
         outbound.settled.set()
         if outbound.on_settled is not None:
             told = outbound.on_settled
             guarded(lambda: told(outbound))
 
-    def _count_end(self, outbound: Outbound, error: HandoffError | None, **more: int) -> None:
-        count_end(self._board, outbound.decode, error, host_bytes=outbound.sent_bytes, **more)
-        if error is not None and not isinstance(error, HandoffCancelled):
-            room, cause, detail = outbound.room, error.cause, error.message
-            guarded(lambda: self._on_failed(room, cause, detail))
+    def _count(self, outbound: Outbound, error: HandoffError | None, **more: int) -> None:
+        sent = outbound.sent_bytes
+        self._count_end(outbound.room, outbound.decode, error, host_bytes=sent, **more)
 
     def _count_budget(self, used: int, waiters: int) -> None:
         self._board.gauge(buffer_bytes_used=used, waiters=waiters)

@@ -109,7 +109,7 @@ def examine(ground: Ground, found: list[Diagnostic], *, links: bool = True) -> E
     """Everything that touches hosts.
 
     Args:
-        found: what the file showed; with an error, this machine's directories are looked at and no more.
+        found: what the file showed; with an error, only directories of this machine are looked at.
         links: whether pairs on two hosts are dialled.
     """
     topology, models = ground.topology, Models(ground)
@@ -145,7 +145,9 @@ def examine(ground: Ground, found: list[Diagnostic], *, links: bool = True) -> E
 
 def _see(ground: Ground) -> dict[str, machines.Seen]:
     declared = ground.topology.hosts
-    return ground.ask("reaching it", lambda host: machines.see(host, declared[host.name]))
+    return ground.ask(
+        "checking versions, disk and clock", lambda host: machines.see(host, declared[host.name])
+    )
 
 
 def _busy(ground: Ground) -> dict[str, frozenset[int]]:

@@ -77,7 +77,6 @@ def without(replica: str) -> str:
             "unsupported_disaggregate",
             'disaggregate = "auto"',
         ),
-        (GOOD + '[hosts.gpu1]\nssh = "gpu1"\n', "unsupported_ssh", 'host "gpu1"'),
         (
             GOOD + ORDINARY + ORDINARY.replace("o0", "o1") + "[sharing]\n",
             "unsupported_sharing",
@@ -168,3 +167,61 @@ def test_a_small_budget_is_warned_with_the_longest_prompt() -> None:
     roomy, _ = loads(edited("timeout_s = 30", 'buffer_bytes = "1GiB"'))
     assert roomy is not None
     assert rules.check_buffer(roomy, contract()) == []
+
+
+def far(address: str, d_ssh: str = 'ssh = "b"') -> str:
+    """p0 at `address` on a host with SSH, d0 on another."""
+    text = edited('name = "p0"', 'name = "p0"\nhost = "a"')
+    text = text.replace('name = "d0"', 'name = "d0"\nhost = "b"')
+    return f'{text}[hosts.a]\nssh = "a"\naddress = "{address}"\n[hosts.b]\n{d_ssh}\n'
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.8.0.1", "::1", "localhost", "[::1]"])
+def test_a_loopback_address_is_no_way_to_another_host(address: str) -> None:
+    """R59, U31: refused from the file alone, naming the replica, the address and the other
+    host; between two names of one machine it is a way."""
+    told = [d for d in found(far(address)) if d.code == "topology.loopback_address"]
+    assert len(told) == 1
+    assert told[0].summary.startswith('replica "p0": its address ')
+    assert told[0].summary.endswith('which decode replica "d0" on host "b" can\'t dial')
+    assert told[0].field == "hosts.a.address"
+    one_machine = far(address, "").replace('ssh = "a"\n', "")
+    assert "loopback_address" not in codes(one_machine)
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0", "::", "[::]"])
+def test_a_wildcard_is_no_address(address: str) -> None:
+    """R59, U15: what one listens on is not what others dial."""
+    assert "bad_address" in codes(far(address))
+
+
+@pytest.mark.parametrize("address", ["10.0.0.1", "fd00::1", "[fd00::1]", "gpu1.lan"])
+def test_addresses_of_every_kind_are_taken(address: str) -> None:
+    """R59: IPv4, IPv6 and names."""
+    assert {"bad_address", "loopback_address", "no_address"}.isdisjoint(codes(far(address)))
+
+
+def test_this_machine_may_have_an_address() -> None:
+    """A local prefill replica is dialled by others: [hosts.local] carries its address, and a
+    loopback one is refused there too."""
+    text = edited('name = "d0"', 'name = "d0"\nhost = "b"') + '[hosts.b]\nssh = "b"\n'
+    assert "no_address" in codes(text)
+    assert "no_address" not in codes(text + '[hosts.local]\naddress = "192.168.1.2"\n')
+    assert "loopback_address" in codes(text + '[hosts.local]\naddress = "127.0.0.1"\n')
+
+
+def test_a_replicas_own_address_counts_first() -> None:
+    """Its field is the one that is named."""
+    text = far("10.0.0.1").replace('host = "a"', 'host = "a"\naddress = "127.0.0.1"')
+    told = [d for d in found(text) if d.code == "topology.loopback_address"]
+    assert [d.field for d in told] == ["replicas[0].address"]
+
+
+def test_a_router_elsewhere_can_not_reach_this_machine() -> None:
+    """The keeper starts agents over SSH: a host without a destination is out of its reach,
+    and is named once."""
+    text = edited("[router]", '[router]\nhost = "a"') + '[hosts.a]\nssh = "a"\n'
+    told = [d for d in found(text) if d.code == "topology.no_route"]
+    assert [(d.replica, d.field) for d in told] == [("p0", "replicas[0].host")]
+    assert 'the router runs on host "a", which can\'t reach host "local"' in told[0].summary
+    assert "no_route" not in codes(far("10.0.0.1"))

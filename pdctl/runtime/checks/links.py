@@ -18,6 +18,7 @@ from pdctl.topology.plan import PairPlan, Plan, ReplicaPlan
 DIAL_S = 5.0
 ANSWER_MORE_S = 2.0
 """The listener outlives the dialler's patience by so much."""
+SELF_DIAL_S = 1.0
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,6 +92,9 @@ def _try(ground: Ground, trial: Trial, measure_bytes: int) -> Tried:
         dialled = far.survey.dial(
             trial.address, token, timeout_s=timeout_s, measure_bytes=measure_bytes
         )
+        if dialled.error is not None:
+            # A right dialler ends the listener: its own host is one, whatever stands between.
+            near.survey.dial(trial.address, token, timeout_s=SELF_DIAL_S)
     except HostError as error:
         dialled = Dialled(error=error.message)
     return Tried(trial=trial, dialled=dialled)

@@ -29,7 +29,7 @@ def check_room(
     """
     running = {(r.name, r.host) for r in kept.replicas} if kept else set()
     starting = [r for r in plan.replicas if (r.name, r.host) not in running]
-    needs = {r.name: _need(r, plan, models.get(r.name)) for r in starting}
+    needs = {r.name: _need(r, models.get(r.name)) for r in starting}
     found: list[Diagnostic] = []
     for names in _machines(seen):
         here = [r for r in starting if r.host in names]
@@ -49,7 +49,7 @@ def _machines(seen: Mapping[str, Seen]) -> Iterator[list[str]]:
     yield from by_boot.values()
 
 
-def _need(replica: ReplicaPlan, plan: Plan, facts: ModelFacts | None) -> int:
+def _need(replica: ReplicaPlan, facts: ModelFacts | None) -> int:
     """Weights, KV and process of its engine; 0 where nothing is known."""
     if facts is None or facts.contract is None or facts.content is None:
         return 0

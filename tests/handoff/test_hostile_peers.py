@@ -6,6 +6,8 @@ import random
 import socket
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 from handoff.ends import (
@@ -13,6 +15,7 @@ from handoff.ends import (
     SMALL,
     WAIT_S,
     Clock,
+    Ends,
     Once,
     Prefill,
     Sink,
@@ -35,9 +38,9 @@ from pdctl.handoff import wire
 from pdctl.handoff.handshake import proof
 from pdctl.handoff.identity import tokens_digest
 from pdctl.handoff.link import Link
-from pdctl.handoff.sender import MAX_UNPROVED
+from pdctl.handoff.sender import MAX_UNPROVED, Outbound
 from pdctl.handoff.serving import HANDSHAKE_S
-from pdctl.handoff.transport.memory import MemoryTransport
+from pdctl.handoff.transport.memory import CAPACITY_BYTES, MemoryTransport
 from pdctl.handoff.transport.tcp import TcpTransport
 
 TOKENS = 130
@@ -317,28 +320,9 @@ def test_slow_handshakes_are_bounded_in_time_and_number():
         assert sink.committed
 
 
-def test_a_receiver_that_stops_reading_is_cut_and_frees_the_pages():
-    """R7, U6: a sender blocked in a send to a frozen receiver gets away from it."""
-    transport, clock = MemoryTransport(), Clock()
-    with both_ends(transport, clock=clock) as ends:
-        leg = ends.leg()
-        outbound = ends.admit(leg, list(range(20_000)), Prefill())
-        ends.compute(outbound)
-        with proved_link(transport, ends.port) as link:
-            say_hello(link, leg)
-            assert isinstance(hear(link), wire.Offer)
-            grant = wire.Grant(tokens=20_000, held_tokens=0, first_token=False)
-            blocked = Once(outbound, "page_bytes")
-            link.send(grant, leg.room)
-            blocked.wait()
-            clock.now += 5.0
-            ends.sender.check()
-            assert outbound.settled.wait(WAIT_S)
-            assert isinstance(outbound.error, PeerLost)
-
-
-def test_a_cancel_while_a_send_is_blocked_is_bounded():
-    """R10, R23: the piece that is being sent gets a second, then the connection is cut."""
+@contextmanager
+def blocked_in_a_send() -> Iterator[tuple[Ends, Clock, Outbound]]:
+    """A sender whose receiver granted much, and reads nothing of it: the link is full."""
     transport, clock = MemoryTransport(), Clock()
     with both_ends(transport, clock=clock) as ends:
         leg = ends.leg()
@@ -351,13 +335,30 @@ def test_a_cancel_while_a_send_is_blocked_is_bounded():
             link.send(grant, leg.room)
             full = transport.links[-1].down
             with transport.links[-1].changed:
-                assert transport.links[-1].changed.wait_for(lambda: full.unread >= 1 << 18, WAIT_S)
-            outbound.cancel()
-            assert not outbound.settled.is_set()
-            ends.sender.check()
-            clock.now += 1.0
-            ends.sender.check()
+                assert transport.links[-1].changed.wait_for(
+                    lambda: full.unread >= CAPACITY_BYTES, WAIT_S
+                )
+            yield ends, clock, outbound
             assert outbound.settled.wait(WAIT_S)
+
+
+def test_a_receiver_that_stops_reading_is_cut_and_frees_the_pages():
+    """R7, U6: a sender blocked in a send to a frozen receiver gets away from it."""
+    with blocked_in_a_send() as (ends, clock, outbound):
+        clock.now += 5.0
+        ends.sender.check()
+        assert outbound.settled.wait(WAIT_S)
+        assert isinstance(outbound.error, PeerLost)
+
+
+def test_a_cancel_while_a_send_is_blocked_is_bounded():
+    """R10, R23: the piece that is being sent gets a second, then the connection is cut."""
+    with blocked_in_a_send() as (ends, clock, outbound):
+        outbound.cancel()
+        assert not outbound.settled.is_set()
+        ends.sender.check()
+        clock.now += 1.0
+        ends.sender.check()
 
 
 def test_slow_but_progressing_succeeds():

@@ -12,13 +12,12 @@ import typer
 from pdctl.cli import render
 from pdctl.errors import PdctlError
 from pdctl.runtime.bench.columns import columns
-from pdctl.runtime.bench.machine import machine, versions
 from pdctl.runtime.bench.measure import Results
 from pdctl.runtime.bench.prompts import PromptSource
 from pdctl.runtime.bench.report import points_of, save, table, writable
-from pdctl.runtime.bench.session import METHOD, sweep
+from pdctl.runtime.bench.session import run_of, sweep
 from pdctl.runtime.bench.settings import Settings, check, whole_numbers
-from pdctl.runtime.bench.summary import Point, Run
+from pdctl.runtime.bench.summary import Point
 from pdctl.runtime.bench.target import Target, running, tokenizer_directory
 
 INTERRUPTED = 130
@@ -79,7 +78,7 @@ def _measure(
         anyio.run(sweep, target, settings, prompts, results, stderr)
     except PdctlError as error:
         failure = error
-    run = _run(target, settings, results, date)
+    run = run_of(target, settings, results, date)
     points = points_of(run, columns(target.plan), results, prompts.answer_ids)
     if points or failure is None:
         _show(points, results, as_json=as_json)
@@ -91,24 +90,6 @@ def _measure(
     if results.interrupted:
         stderr.print("interrupted; what is shown was measured before")
         raise typer.Exit(INTERRUPTED)
-
-
-def _run(target: Target, settings: Settings, results: Results, date: str) -> Run:
-    plan = target.plan
-    engines = {} if results.status is None else results.status.versions
-    return Run(
-        date=date,
-        cluster=plan.cluster,
-        model=plan.model,
-        tokenizer=plan.model,
-        output_len=settings.output_len,
-        rounds=settings.num_prompts,
-        page_bytes=plan.page_bytes,
-        versions={**versions(), **engines},
-        compute_dtypes={r.name: r.compute_dtype.value for r in plan.replicas},
-        machine=machine(),
-        method=METHOD,
-    )
 
 
 def _show(points: tuple[Point, ...], results: Results, *, as_json: bool) -> None:

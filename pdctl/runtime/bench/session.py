@@ -11,9 +11,11 @@ from rich.console import Console
 from pdctl.errors import PdctlError
 from pdctl.runtime.bench.client import Client
 from pdctl.runtime.bench.columns import Column, columns
+from pdctl.runtime.bench.machine import machine, versions
 from pdctl.runtime.bench.measure import Results, Sweep
 from pdctl.runtime.bench.prompts import PromptSource
 from pdctl.runtime.bench.settings import Settings, check
+from pdctl.runtime.bench.summary import Run
 from pdctl.runtime.bench.target import Target
 from pdctl.runtime.bench.watch import watching
 
@@ -72,6 +74,25 @@ async def sweep(
     if failure is not None:
         raise failure
     return paths
+
+
+def run_of(target: Target, settings: Settings, results: Results, date: str) -> Run:
+    """What every point of one sweep says of the cluster, the machine and the method."""
+    plan = target.plan
+    engines = {} if results.status is None else results.status.versions
+    return Run(
+        date=date,
+        cluster=plan.cluster,
+        model=plan.model,
+        tokenizer=plan.model,
+        output_len=settings.output_len,
+        rounds=settings.num_prompts,
+        page_bytes=plan.page_bytes,
+        versions={**versions(), **engines},
+        compute_dtypes={r.name: r.compute_dtype.value for r in plan.replicas},
+        machine=machine(),
+        method=METHOD,
+    )
 
 
 async def _stop_on_signal(

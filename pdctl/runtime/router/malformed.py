@@ -7,10 +7,14 @@ port could fill the router's log.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from typing import Any
 
-from aiohttp import web
+from aiohttp import hdrs, web
 from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
+from aiohttp.http_parser import RawRequestMessage
 from aiohttp.web_protocol import RequestHandler
+from multidict import CIMultiDictProxy
 
 from pdctl.runtime.router.client import error_response
 from pdctl.runtime.router.failure import RequestFailed
@@ -20,13 +24,30 @@ log = logging.getLogger("pdctl.router")
 MAX_LINE_BYTES = 8190
 """Of the request line, and of one header."""
 
+CONTINUE = "100-continue"
+
 
 class Runner(web.AppRunner):
     """As aiohttp's, but for how it answers what it cannot parse."""
 
     async def _make_server(self) -> web.Server:
         made = await super()._make_server()
-        return _Server(made.request_handler, request_factory=made.request_factory, **self._kwargs)
+        factory = _without_expectations(made.request_factory)
+        return _Server(made.request_handler, request_factory=factory, **self._kwargs)
+
+
+def _without_expectations(make: Callable[..., web.BaseRequest]) -> Callable[..., web.BaseRequest]:
+    """Ignores what a client expects beyond 100-continue, as RFC 9110 lets a server do: aiohttp
+    would quote it in a plain text of its own, and fail at bytes that are not UTF-8."""
+
+    def made(message: RawRequestMessage, *rest: Any, **named: Any) -> web.BaseRequest:
+        if message.headers.get(hdrs.EXPECT, CONTINUE).lower() != CONTINUE:
+            headers = message.headers.copy()
+            headers.popall(hdrs.EXPECT)
+            message = message._replace(headers=CIMultiDictProxy(headers))
+        return make(message, *rest, **named)
+
+    return made
 
 
 class _Server(web.Server):

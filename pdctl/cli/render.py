@@ -3,11 +3,12 @@ terminal and plain lines where there is none. rich honours NO_COLOR."""
 
 from __future__ import annotations
 
+import errno
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, suppress
+from typing import IO, Any, TextIO, cast
 
 import msgspec
 from rich.console import Console
@@ -25,13 +26,44 @@ _PLAIN_STEP_BYTES = 1 << 30
 """Without a terminal, hashing says something once per so many bytes."""
 
 
+class _Heedless:
+    """A stream that may lose its reader: what nobody sees any more is dropped.
+
+    Progress is told here, and telling it must never end a launch or a taking down half-way
+    (a closed terminal answers every write with EIO, a closed pipe with EPIPE).
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+class _Output(Console):
+    """Data: a reader that has gone is the caller's to know, as a BrokenPipeError."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+
 def stderr() -> Console:
-    return Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+    heedless = cast("IO[str]", _Heedless(sys.stderr))
+    return Console(file=heedless, stderr=True, highlight=False, markup=False, soft_wrap=True)
 
 
 def stdout() -> Console:
     width = None if sys.stdout.isatty() else PIPE_COLUMNS
-    return Console(width=width, highlight=False, markup=False)
+    return _Output(width=width, highlight=False, markup=False)
 
 
 def show_error(message: str, hint: str | None) -> None:

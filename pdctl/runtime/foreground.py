@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping
+import errno
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
 
 import anyio
@@ -23,6 +24,8 @@ from pdctl.trace import monotonic_s
 ELSEWHERE_S = 120.0
 """For another command to finish what it does to this cluster."""
 LOOK_EVERY_S = 0.2
+GONE = frozenset({errno.EPIPE, errno.EIO})
+"""What writing to a closed pipe, and to a closed terminal, comes to."""
 
 Show = Callable[[Line], None]
 
@@ -53,6 +56,8 @@ class Session:
         self.show = show
         self.ready = ready
         self.interruption = Interruption(again)
+        self.unread = False
+        """Whether what is shown has lost its reader."""
 
     async def run(
         self, prepare: Callable[[], ClusterRecord], *, wait_timeout_s: float, detach: bool
@@ -64,7 +69,8 @@ class Session:
 
         Raises:
             LaunchError, InterruptedLaunch: as `launch`.
-            ClusterError: the agent ended by itself; everything was stopped.
+            ClusterError: the agent ended by itself, or nobody reads the logs any more;
+                everything was stopped.
         """
         with self.interruption.watching():
             record = prepare()
@@ -82,10 +88,12 @@ class Session:
                     self.locked.close()
                     logs = self._logs(record)
                     ends = sizes(logs)
-                    self.ready(record)
+                    with self._shown():
+                        self.ready(record)
                     if detach:
                         return ()
-                    await self._attend(record, logs, ends)
+                    if not self.unread:
+                        await self._attend(record, logs, ends)
                 return await self._end(record, hosts)
 
     def _logs(self, record: ClusterRecord) -> dict[str, Path]:
@@ -99,13 +107,26 @@ class Session:
         """Shows what the logs grow by beyond `ends`, until the agent has gone, or for ever."""
         agent = record.agents[record.plan.router_host].mark
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._follow, logs, ends)
+            tasks.start_soon(self._follow, logs, ends, tasks.cancel_scope)
             await process.wait_exit(agent)
             tasks.cancel_scope.cancel()
 
-    async def _follow(self, logs: Mapping[str, Path], ends: Mapping[str, int]) -> None:
-        async for line in follow(logs, starts=ends):
-            self.show(line)
+    async def _follow(
+        self, logs: Mapping[str, Path], ends: Mapping[str, int], attending: anyio.CancelScope
+    ) -> None:
+        with self._shown():
+            async for line in follow(logs, starts=ends):
+                self.show(line)
+        attending.cancel()
+
+    @contextlib.contextmanager
+    def _shown(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in GONE:
+                raise
+            self.unread = True
 
     async def _end(
         self, record: ClusterRecord, hosts: Mapping[str, RuntimeHost]
@@ -116,6 +137,11 @@ class Session:
                 if present is None or present.run != record.run:
                     return ()
                 left = await take_down(self.state, record, self.emit, hosts=hosts)
+        if not left and self.unread:
+            raise ClusterError(
+                "nobody reads the logs any more; everything was stopped",
+                hint="`pdctl up --detach` runs without a terminal",
+            )
         if not left and self.interruption.name is None:
             raise ClusterError(
                 "the agent ended by itself; everything was stopped",

@@ -6,10 +6,11 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 from typing import Any
 
 import pytest
-from cli.shell import TIMEOUT_S, Shell
+from cli.shell import PDCTL, TIMEOUT_S, Shell
 
 from pdctl.runtime import process
 
@@ -166,6 +167,23 @@ def test_the_foreground_shows_logs_until_ctrl_c(shell: Shell) -> None:
         running.send_signal(signal.SIGINT)
         _, err = running.communicate(timeout=TIMEOUT_S)
     assert running.returncode == 0, err
+    shell.assert_down()
+
+
+def test_the_foreground_stops_everything_when_nobody_reads_it(shell: Shell) -> None:
+    """`pdctl up 2>&1 | head`: no traceback, and no cluster that nobody watches."""
+    read, write = os.pipe()
+    with subprocess.Popen(
+        [PDCTL, "up", shell.file], env=shell.env, stdout=write, stderr=subprocess.STDOUT
+    ) as running:
+        os.close(write)
+        with os.fdopen(read) as lines:
+            while "Ctrl-C stops it" not in lines.readline():
+                pass
+        shell.record()
+        with shell.state.log("p0").open("a") as log:
+            log.write("a line of its own\n")
+        assert running.wait(TIMEOUT_S) == 1
     shell.assert_down()
 
 

@@ -23,7 +23,6 @@ from pdctl.errors import (
     InterruptedLaunch,
     LaunchError,
     PdctlError,
-    UsageError,
 )
 from pdctl.runtime.agent.client import AgentCalls
 from pdctl.runtime.agent.journal import ROUTER
@@ -43,16 +42,6 @@ AGENT_S = 30.0
 """From an agent's start to its first answer."""
 ANSWER_EVERY_S = 0.1
 LOG_LINES = 20
-
-
-def refuse_running(state: StateDir) -> None:
-    """Raises UsageError where the cluster was launched and not taken down."""
-    record = state.read()
-    if record is None:
-        return
-    hint = f"`pdctl down {record.cluster}` first"
-    what = "is running" if record.phase == "running" else "was left half launched or half stopped"
-    raise UsageError(f'cluster "{record.cluster}" {what} (from {record.topology_path})', hint=hint)
 
 
 def prepare(

@@ -8,7 +8,7 @@ from pdctl.handoff.transport.tls import Certificate, TlsTransport
 from pdctl.runtime.certificate import cluster_certificate
 
 OURS = cluster_certificate("ab" * 32)
-ANOTHERS = cluster_certificate("cd" * 32)
+OTHER = cluster_certificate("cd" * 32)
 
 
 def encrypted(inner: Transport | None = None, certificate: Certificate = OURS) -> TlsTransport:

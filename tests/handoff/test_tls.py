@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 from handoff.ends import WAIT_S, Clock, Ends, Prefill, Sink, both_ends
 from handoff.peers import FakeSender, raw_link
-from handoff.secure import ANOTHERS, OURS, encrypted
+from handoff.secure import OTHER, OURS, encrypted
 
 from pdctl.errors import PeerLost
 from pdctl.handoff.lease import DEAD_S
@@ -57,7 +57,7 @@ def test_a_receiver_of_another_cluster_is_refused() -> None:
         both_ends(encrypted()) as ends,
         working(ends),
         raw_link(encrypted(), ends.port) as ours,
-        raw_link(encrypted(certificate=ANOTHERS), ends.port) as theirs,
+        raw_link(encrypted(certificate=OTHER), ends.port) as theirs,
     ):
         assert ours.read_header().length
         with pytest.raises(PeerLost, match="certificate"):
@@ -80,7 +80,7 @@ def test_a_receiver_without_a_certificate_is_refused() -> None:
 def test_a_sender_of_another_cluster_gets_no_ticket() -> None:
     """The receiver names what is wrong, and says nothing of the handoff."""
     with both_ends(encrypted()) as ends:
-        fake = FakeSender(encrypted(certificate=ANOTHERS))
+        fake = FakeSender(encrypted(certificate=OTHER))
         found: list[BaseException] = []
 
         def serve() -> None:

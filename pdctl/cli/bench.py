@@ -10,13 +10,19 @@ import anyio
 import typer
 
 from pdctl.cli import render
-from pdctl.errors import PdctlError
+from pdctl.errors import ClusterError, PdctlError
 from pdctl.runtime.bench.columns import columns
 from pdctl.runtime.bench.measure import Results
 from pdctl.runtime.bench.prompts import PromptSource
 from pdctl.runtime.bench.report import points_of, save, table, writable
 from pdctl.runtime.bench.session import run_of, sweep
-from pdctl.runtime.bench.settings import Settings, check, whole_numbers
+from pdctl.runtime.bench.settings import (
+    DEFAULT_INPUT_LENS,
+    Settings,
+    check,
+    default_input_lens,
+    whole_numbers,
+)
 from pdctl.runtime.bench.summary import Point
 from pdctl.runtime.bench.target import Target, running, tokenizer_directory
 
@@ -26,8 +32,12 @@ INTERRUPTED = 130
 def bench(
     topology: Annotated[str, typer.Argument(help="A topology file, or a running cluster's name.")],
     input_lens: Annotated[
-        str, typer.Option(help="Prompt lengths in tokens, with commas between them.")
-    ] = "51,184,744,2844",
+        str | None,
+        typer.Option(
+            help="Prompt lengths in tokens, with commas between them.",
+            show_default=f"{DEFAULT_INPUT_LENS}, as far as they fit the context",
+        ),
+    ] = None,
     output_len: Annotated[int, typer.Option(help="Tokens to ask for per request.")] = 32,
     concurrency: Annotated[
         str, typer.Option(help="Requests at once; several with commas between them.")
@@ -46,16 +56,19 @@ def bench(
     as_json: Annotated[bool, typer.Option("--json", help="Print the points as JSON.")] = False,
 ) -> None:
     """Measure each engine alone against every prefill/decode pair, by prompt length."""
+    asked = None if input_lens is None else whole_numbers(input_lens, "--input-lens")
+    lanes = whole_numbers(concurrency, "--concurrency")
+    target = running(topology)
+    context_length = target.plan.context_length
     settings = Settings(
-        input_lens=whole_numbers(input_lens, "--input-lens"),
+        input_lens=asked or default_input_lens(context_length, output_len),
         output_len=output_len,
-        concurrency=whole_numbers(concurrency, "--concurrency"),
+        concurrency=lanes,
         num_prompts=num_prompts,
         num_warmups=num_warmups,
         seed=seed,
     )
-    target = running(topology)
-    check(settings, target.plan.context_length)
+    check(settings, context_length)
     directory = tokenizer.expanduser() if tokenizer else tokenizer_directory(target)
     prompts = PromptSource.of_checkpoint(directory, seed=seed)
     kept_in = writable(result_dir.expanduser()) if save_result else None
@@ -90,6 +103,12 @@ def _measure(
     if results.interrupted:
         stderr.print("interrupted; what is shown was measured before")
         raise typer.Exit(INTERRUPTED)
+    failed = [p for p in points if not p.completed]
+    if failed:
+        raise ClusterError(
+            f"no request came through in {len(failed)} of {render.counted(len(points), 'cell')}",
+            hint=f"see what {target.plan.cluster} says: pdctl logs {target.plan.cluster}",
+        )
 
 
 def _show(points: tuple[Point, ...], results: Results, *, as_json: bool) -> None:

@@ -11,6 +11,9 @@ MIN_INPUT_TOKENS = 2
 
 MAX_CONCURRENCY = 1024
 
+DEFAULT_INPUT_LENS = "51,184,744,2844"
+EXAMPLES = {"--input-lens": "51,184,744", "--concurrency": "1,4"}
+
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     input_lens: tuple[int, ...]
@@ -29,12 +32,19 @@ def whole_numbers(text: str, option: str) -> tuple[int, ...]:
     if not all(part.isascii() and part.isdigit() and len(part) < 10 for part in parts):
         raise UsageError(
             f"{option} must be whole numbers with commas between them, not {text!r}",
-            hint=f"write {option} 51,184,744",
+            hint=f"for example {option} {EXAMPLES.get(option, '1,2')}",
         )
     numbers = tuple(int(part) for part in parts)
     if len(set(numbers)) < len(numbers):
         raise UsageError(f"{option} names a number twice: {text}")
     return numbers
+
+
+def default_input_lens(context_length: int, output_len: int) -> tuple[int, ...]:
+    """Of the default lengths those that this context holds; all of them where it holds none,
+    for `check` to refuse."""
+    usual = whole_numbers(DEFAULT_INPUT_LENS, "--input-lens")
+    return tuple(n for n in usual if n + output_len <= context_length) or usual
 
 
 def check(settings: Settings, context_length: int) -> None:

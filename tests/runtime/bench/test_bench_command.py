@@ -136,6 +136,15 @@ def test_ctrl_c_prints_and_saves_what_was_measured_and_exits_130(
     assert len(list(kept.iterdir())) == 3
 
 
+def test_cells_without_an_answer_are_shown_and_fail(router: FakeRouter) -> None:
+    """Exit 0 says that there is a figure in every cell."""
+    router.refuse["p0>d0"] = (502, {"message": "gone", "type": "server_error", "code": "x"})
+    result = run(*QUICK, "--json")
+    assert isinstance(result.exception, ClusterError)
+    assert result.exception.message == "no request came through in 2 of 4 cells"
+    assert len(json.loads(result.stdout)["points"]) == 4
+
+
 def test_a_router_that_dies_keeps_what_was_measured_and_fails(router: FakeRouter) -> None:
     router.status_fails_at = 16
     result = run(*QUICK, "--json")

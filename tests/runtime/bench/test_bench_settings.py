@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from pdctl.errors import UsageError
-from pdctl.runtime.bench.settings import Settings, check, whole_numbers
+from pdctl.runtime.bench.settings import Settings, check, default_input_lens, whole_numbers
 from pdctl.runtime.bench.target import router_url
 
 
@@ -21,6 +21,13 @@ def test_a_bad_list_is_refused_with_the_option_named(text: str) -> None:
 def test_a_number_named_twice_is_refused() -> None:
     with pytest.raises(UsageError, match="twice"):
         whole_numbers("51,51", "--concurrency")
+
+
+def test_default_lengths_fit_the_context() -> None:
+    assert default_input_lens(8192, 32) == (51, 184, 744, 2844)
+    assert default_input_lens(2048, 32) == (51, 184, 744)
+    with pytest.raises(UsageError, match="--input-lens 51 with --output-len 32"):
+        check(Settings(input_lens=default_input_lens(64, 32)), context_length=64)
 
 
 @pytest.mark.parametrize(

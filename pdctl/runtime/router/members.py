@@ -187,7 +187,7 @@ class Roster:
         """Why the path's replicas cannot take a request, canary aside; None when they can."""
         for name in path.replicas:
             seat = self._seats.get(name)
-            cause = f"{name} has not been started" if seat is None else seat.closed_cause
+            cause = f"the router has not heard of {name} yet" if seat is None else seat.closed_cause
             if cause is not None:
                 return cause
         return None

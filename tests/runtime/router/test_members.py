@@ -64,6 +64,12 @@ async def test_a_pair_closes_with_either_end(name: str, state: str) -> None:
     assert name in (roster.state(PAIR)[1] or "")
 
 
+async def test_before_the_first_picture_nothing_is_said_of_a_replica() -> None:
+    """`up` shows it right after "replica p0 ready"."""
+    state, cause = Roster(plan_of("p0 d0 o0")).state(PAIR)
+    assert (state, cause) == ("waiting", "the router has not heard of p0 yet")
+
+
 async def test_a_verdict_holds_for_its_incarnations_only() -> None:
     """U14: prefill restarts; the pair needs a new canary."""
     roster = roster_of(member("p0"), member("d0"))

@@ -147,9 +147,7 @@ def test_the_foreground_shows_logs_until_ctrl_c(shell: Shell) -> None:
         assert url == record.url
         with shell.state.log("p0").open("a") as log:
             log.write("a line of its own\n")
-        line = running.stdout.readline()
-        while "a line of its own" not in line:
-            line = running.stdout.readline()
+        line = next(line for line in running.stdout if "a line of its own" in line)
         assert line.split(" | ")[0].strip() == "p0"
         running.send_signal(signal.SIGINT)
         _, err = running.communicate(timeout=TIMEOUT_S)
@@ -165,8 +163,7 @@ def test_the_foreground_stops_everything_when_nobody_reads_it(shell: Shell) -> N
     ) as running:
         os.close(write)
         with os.fdopen(read) as lines:
-            while "Ctrl-C stops it" not in lines.readline():
-                pass
+            assert any("Ctrl-C stops it" in line for line in lines)
         shell.record()
         with shell.state.log("p0").open("a") as log:
             log.write("a line of its own\n")

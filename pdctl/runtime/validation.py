@@ -16,7 +16,7 @@ import msgspec
 
 from pdctl.engines.registry import spec_for
 from pdctl.errors import PdctlError
-from pdctl.runtime.checks import machines
+from pdctl.runtime.checks import machines, network
 from pdctl.runtime.checks.ground import Ground
 from pdctl.runtime.checks.links import check_links
 from pdctl.runtime.checks.models import Models
@@ -25,7 +25,6 @@ from pdctl.runtime.checks.routes import check_routes
 from pdctl.runtime.hosts.interface import RuntimeHost
 from pdctl.runtime.hosts.reach import Hosts
 from pdctl.runtime.outcome import ModelFacts, Silent, Validation, Watcher
-from pdctl.runtime.ports import wanted_bindings
 from pdctl.topology import limits, rules
 from pdctl.topology.contract import Contract
 from pdctl.topology.diagnostics import Diagnostic, Report, Severity
@@ -71,11 +70,12 @@ def validate(
         return Validation(report=report, topology=topology, plan=plan)
     with reach(draft.topology.hosts) as hosts:
         ground = Ground(draft.topology, hosts, watcher or Silent(), own_ports=own_ports, kept=kept)
-        return examine(ground, found).validation
+        return examine(ground, found)
 
 
-def check_file(draft: Draft, environ: Mapping[str, str]) -> list[Diagnostic]:
-    """Everything that the file alone shows: fields, rules, engine options, environment."""
+def check_file(draft: Draft, environ: Mapping[str, str] | None) -> list[Diagnostic]:
+    """Everything that the file alone shows: fields, rules, engine options; and what it needs
+    from the environment, unless that is None."""
     found = list(draft.diagnostics)
     topology = draft.topology
     if topology is None:
@@ -84,7 +84,7 @@ def check_file(draft: Draft, environ: Mapping[str, str]) -> list[Diagnostic]:
     for index, replica in enumerate(topology.replicas):
         if replica.engine in limits.SERVED_ENGINES:
             found += [_placed(d, index) for d in spec_for(replica.engine).check(replica)]
-    return found + rules.check_environment(topology, environ)
+    return found if environ is None else found + rules.check_environment(topology, environ)
 
 
 def _placed(diagnostic: Diagnostic, index: int) -> Diagnostic:
@@ -95,83 +95,48 @@ def _placed(diagnostic: Diagnostic, index: int) -> Diagnostic:
     return msgspec.structs.replace(diagnostic, field=f"replicas[{index}].{field}")
 
 
-class Examined(msgspec.Struct, frozen=True, kw_only=True):
-    """A validation, and what was seen on the way to it."""
-
-    validation: Validation
-    seen: dict[str, machines.Seen] = {}
-    """Of every host that was reached."""
-    plan: Plan | None = None
-    """Also of a cluster that is not valid, as far as it could be derived."""
-
-
-def examine(ground: Ground, found: list[Diagnostic], *, links: bool = True) -> Examined:
+def examine(ground: Ground, found: list[Diagnostic]) -> Validation:
     """Everything that touches hosts.
 
     Args:
         found: what the file showed; with an error, only directories of this machine are looked at.
-        links: whether pairs on two hosts are dialled.
     """
     topology, models = ground.topology, Models(ground)
     broken = _has_error(found)
-    seen = {} if broken else _see(ground)
+    seen = {} if broken else machines.see_all(ground)
     problems = [*machines.judge(ground, seen), *models.read(near_only=broken)]
     plan: Plan | None = None
     contract: Contract | None = None
     if not broken:
-        problems += models.study()
+        problems += [*models.probe(), *models.fingerprint()]
         contract = models.contract()
         problems += explain_all(models.sides())
         if contract is not None:
             problems += rules.check_buffer(topology, contract)
         try:
-            plan = derive(topology, contract, busy=_busy(ground), kept=ground.kept)
+            busy = network.busy(ground)
+            plan = derive(topology, contract, busy=busy, kept=ground.kept)
         except PdctlError as error:
             problems.append(Diagnostic(code="host.ports", summary=error.message, hint=error.hint))
         else:
-            problems += _network(ground, plan, links=links)
+            problems += _network(ground, plan)
             problems += check_room(plan, models.known, seen, kept=ground.kept)
     report = Report.of([*found, *ground.losses(), *problems])
     valid = report.valid
-    validation = Validation(
+    return Validation(
         report=report,
         topology=topology if valid else None,
         plan=plan if valid else None,
         contract=contract if valid else None,
         models=models.known,
     )
-    return Examined(validation=validation, seen=seen, plan=plan)
 
 
-def _see(ground: Ground) -> dict[str, machines.Seen]:
-    declared = ground.topology.hosts
-    return ground.ask(
-        "checking versions, disk and clock", lambda host: machines.see(host, declared[host.name])
-    )
-
-
-def _busy(ground: Ground) -> dict[str, frozenset[int]]:
-    ports = ground.ask(None, lambda host: frozenset(one.port for one in host.listeners()))
-    return {name: found - ground.own_ports for name, found in ports.items()}
-
-
-def _network(ground: Ground, plan: Plan, *, links: bool) -> list[Diagnostic]:
+def _network(ground: Ground, plan: Plan) -> list[Diagnostic]:
     """Ports of every host, then what needs two hosts."""
-    answers = ground.ask(
-        "checking ports",
-        lambda host: host.survey.bindings(
-            wanted_bindings(plan, host.name, own_ports=ground.own_ports)
-        ),
-    )
-    found = [ground.at_host(d, name) for name, problems in answers.items() for d in problems]
-    unfit = frozenset(d.replica for d in found if d.replica and _is_data_port(d))
-    if links:
-        found += check_links(ground, plan, unfit=unfit)
+    found = network.check_ports(ground, plan)
+    found += check_links(ground, plan, unfit=network.mute_senders(found))
     return found + check_routes(ground)
-
-
-def _is_data_port(diagnostic: Diagnostic) -> bool:
-    return (diagnostic.field or "").endswith(".data_port")
 
 
 def _has_error(found: Iterable[Diagnostic]) -> bool:

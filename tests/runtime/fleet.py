@@ -14,7 +14,7 @@ import msgspec
 from pdctl import __version__
 from pdctl.engines.interface import Command, Probe
 from pdctl.errors import HostError
-from pdctl.runtime.hosts.interface import Completed, RuntimeHost
+from pdctl.runtime.hosts.interface import Completed, Listener, RuntimeHost
 from pdctl.runtime.hosts.local import LocalHost
 from pdctl.runtime.hosts.local_survey import LocalSurvey
 from pdctl.runtime.hosts.survey import Binding, Dialled, HostFacts
@@ -39,7 +39,8 @@ class FleetSurvey(LocalSurvey):
     def bindings(self, wanted: tuple[Binding, ...]) -> list[Diagnostic]:
         self._host.asked("bindings")
         self._host.bound += wanted
-        return super().bindings(wanted)
+        real = (msgspec.structs.replace(b, address=self._host.real(b.address)) for b in wanted)
+        return super().bindings(tuple(real))
 
     def answer(self, address: tuple[str, int], token: str, *, for_s: float) -> None:
         self._host.asked("answer")
@@ -69,6 +70,7 @@ class FleetHost(LocalHost):
         self.names: dict[str, str] = {}
         """Address in the topology → the real one."""
         self.routes: dict[str, HostError] = {}
+        self.listening: list[int] = []
         self.questions: list[str] = []
         self.bound: list[Binding] = []
         self.dialled: list[tuple[str, int]] = []
@@ -82,6 +84,9 @@ class FleetHost(LocalHost):
 
     def real(self, address: tuple[str, int]) -> tuple[str, int]:
         return self.names.get(address[0], address[0]), address[1]
+
+    def listeners(self) -> list[Listener]:
+        return [Listener(port=port) for port in self.listening]
 
     def run(self, command: Command, *, stdin: bytes = b"", timeout_s: float) -> Completed:
         self.asked("run")

@@ -31,6 +31,10 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     """Where the sender answers: its data port, or one beside it."""
 
     @property
+    def is_far(self) -> bool:
+        return self.sender.host != self.receiver.host
+
+    @property
     def address(self) -> tuple[str, int]:
         return self.sender.data_host, self.port
 
@@ -40,12 +44,12 @@ class Tried(msgspec.Struct, frozen=True, kw_only=True):
     dialled: Dialled
 
 
-def far_pairs(plan: Plan) -> list[Trial]:
-    """The pairs whose two ends are on different hosts."""
+def trials_of(plan: Plan) -> list[Trial]:
+    """One per pair."""
     found = []
     for pair in plan.pairs:
         sender, receiver = plan.replica(pair.prefill), plan.replica(pair.decode)
-        if sender.host != receiver.host and sender.data_port is not None:
+        if sender.data_port is not None:
             port = sender.data_port
             found.append(Trial(pair=pair, sender=sender, receiver=receiver, port=port))
     return found
@@ -58,8 +62,8 @@ def check_links(
     can't listen at all (`unfit`: it was told), are left out."""
     trials = [
         trial
-        for trial in far_pairs(plan)
-        if trial.port not in ground.own_ports and trial.sender.name not in unfit
+        for trial in trials_of(plan)
+        if trial.is_far and trial.port not in ground.own_ports and trial.sender.name not in unfit
     ]
     return [
         refusal(ground, tried)
@@ -68,7 +72,7 @@ def check_links(
     ]
 
 
-def try_links(ground: Ground, trials: Iterable[Trial], *, measure_bytes: int = 0) -> list[Tried]:
+def try_links(ground: Ground, trials: Iterable[Trial]) -> list[Tried]:
     """Dials every sender from every receiver's host; in parallel, but one after another at
     one sender, whose port is one. Pairs with a lost host are left out."""
     by_sender: dict[str, list[Trial]] = {}
@@ -77,12 +81,13 @@ def try_links(ground: Ground, trials: Iterable[Trial], *, measure_bytes: int = 0
             by_sender.setdefault(trial.sender.name, []).append(trial)
 
     def one(sender: str) -> list[Tried]:
-        return [_try(ground, trial, measure_bytes) for trial in by_sender[sender]]
+        return [try_link(ground, trial) for trial in by_sender[sender]]
 
     return [tried for group in ground.together(one, list(by_sender)) for tried in group]
 
 
-def _try(ground: Ground, trial: Trial, measure_bytes: int) -> Tried:
+def try_link(ground: Ground, trial: Trial, *, measure_bytes: int = 0) -> Tried:
+    """One pair's sender answers, and its receiver's host dials."""
     ground.watcher.host(trial.receiver.host, f"dialling {trial.sender.host} for {trial.pair.path}")
     token = secrets.token_hex(16)
     timeout_s = DIAL_S + (ANSWER_MORE_S if measure_bytes else 0.0)

@@ -18,6 +18,7 @@ from pdctl.runtime.probes import release
 from pdctl.topology.diagnostics import Diagnostic, Severity
 from pdctl.topology.model import Host
 from pdctl.topology.sizes import approximate_size
+from pdctl.trace import monotonic_s
 
 OLDEST_PYTHON = (3, 11)
 LOW_DISK_BYTES = 200_000_000
@@ -37,10 +38,19 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     """The offset is that right, at least."""
     round_trip_s: float | None
     """Of the connection; None for this machine."""
+    reached_s: float | None = None
+    """What connecting took; None for this machine."""
+
+
+def see_all(ground: Ground) -> dict[str, Seen]:
+    """Host → what it is; without those that can't be reached."""
+    step, declared = "checking versions, disk and clock", ground.topology.hosts
+    return ground.ask(step, lambda host: see(host, declared[host.name]))
 
 
 def see(host: RuntimeHost, declared: Host) -> Seen:
     """Asks one host. HostError where it can't be reached, or its agent's Python can't run."""
+    reached_s = _connected(host) if declared.ssh is not None else None
     before_s = time.time()
     facts = host.survey.facts()
     after_s = time.time()
@@ -56,8 +66,21 @@ def see(host: RuntimeHost, declared: Host) -> Seen:
         if declared.agent_python is not None:
             facts = _agents_facts(host, declared.agent_python)
     return Seen(
-        facts=facts, clock_offset_s=offset_s, clock_doubt_s=doubt_s, round_trip_s=round_trip_s
+        facts=facts,
+        clock_offset_s=offset_s,
+        clock_doubt_s=doubt_s,
+        round_trip_s=round_trip_s,
+        reached_s=reached_s,
     )
+
+
+def _connected(host: RuntimeHost) -> float:
+    """Connects where that is a thing of its own, and says how long it took."""
+    began_s = monotonic_s()
+    connect = getattr(host, "connect", None)
+    if connect is not None:
+        connect()
+    return monotonic_s() - began_s
 
 
 def _agents_facts(host: RuntimeHost, python: str) -> HostFacts:

@@ -74,13 +74,19 @@ class Models:
             found += check_context(checkpoints[0], ground.topology.model.context_length)
         return found
 
-    def study(self) -> list[Diagnostic]:
-        """Every replica's environment, asked in place; then its fingerprint and contract."""
+    def probe(self) -> list[Diagnostic]:
+        """Every replica's environment, asked in place."""
         probes = self._ground.ask("checking environments", self._probe)
+        return [
+            problem
+            for name, answer in _merged(probes.values()).items()
+            for problem in self._probed(self._ground.topology.replica(name), answer)
+        ]
+
+    def fingerprint(self) -> list[Diagnostic]:
+        """One fingerprint per directory of each host; then every replica's contract."""
         contents = self._ground.ask("fingerprinting", self._fingerprints)
         found: list[Diagnostic] = []
-        for name, answer in _merged(probes.values()).items():
-            found += self._probed(self._ground.topology.replica(name), answer)
         for host, by_place in contents.items():
             found += self._fingerprinted(host, by_place)
         return found

@@ -96,7 +96,6 @@ def codes(found: Validation) -> list[str]:
 def test_a_fleet_that_fits_is_valid(address: str, model: Path, fleet: Fleet, check: Check) -> None:
     """R59: the decode host dials the prefill's data port by IPv4, by name and by IPv6; every
     host's ports are tried on that host, and nothing listens afterwards."""
-    fleet["gpu1"].survey.bindings = lambda wanted: []  # type: ignore[method-assign]
     found = check(topology(model, address=address))
     assert found.report.valid, found.report
     assert found.plan is not None
@@ -119,7 +118,7 @@ def test_an_unreachable_host_is_one_error(
     fleet["studio"].lost_at = question
     fleet["local"].facts = {"disk_free_bytes": 10**8}
     found = check(topology(model))
-    fault = [d for d in found.report.errors if d.field != "replicas[0].data_port"]
+    fault = found.report.errors
     assert [d.code for d in fault] == ["host.unreachable"]
     assert (fault[0].summary, fault[0].hint) == ('host "studio": it is away', "switch it on")
     assert found.report.exit_code == 4
@@ -171,7 +170,6 @@ def test_an_unfit_host_is_named(
 ) -> None:
     """Versions of the agent's interpreter, disk, clock and memory, per host."""
     fleet["gpu1"].facts = facts
-    fleet["gpu1"].survey.bindings = lambda wanted: []  # type: ignore[method-assign]
     found = check(topology(model))
     assert codes(found) == [code]
     (only,) = found.report.diagnostics
@@ -184,7 +182,6 @@ def test_an_unfit_host_is_named(
 
 def test_another_patch_of_the_rpc_is_fine(model: Path, fleet: Fleet, check: Check) -> None:
     """Only major and minor must be equal."""
-    fleet["gpu1"].survey.bindings = lambda wanted: []  # type: ignore[method-assign]
     own = fleet["gpu1"].survey.facts().xoscar_version
     assert own is not None
     fleet["gpu1"].facts = {"xoscar_version": f"{own}.99"}
@@ -196,7 +193,6 @@ def test_clock_skew_is_warned_above_two_seconds(
     offset_s: float, told: bool, model: Path, fleet: Fleet, check: Check
 ) -> None:
     """The connection's own measurement counts, and its doubt is not held against the host."""
-    fleet["gpu1"].survey.bindings = lambda wanted: []  # type: ignore[method-assign]
     fleet["gpu1"].clock_offset_s, fleet["gpu1"].round_trip_s = offset_s, 0.1
     found = check(topology(model))
     assert codes(found) == (["host.clock"] if told else [])
@@ -205,7 +201,6 @@ def test_clock_skew_is_warned_above_two_seconds(
 
 def test_hosts_of_one_machine_share_its_memory(model: Path, fleet: Fleet, check: Check) -> None:
     """Two replicas fit one by one, but not together; the page budget counts for the sender."""
-    fleet["gpu1"].survey.bindings = lambda wanted: []  # type: ignore[method-assign]
     room = {"boot": "one", "memory_free_bytes": 1 * GIB}
     for name in ("gpu1", "studio"):
         fleet[name].facts = room
@@ -217,7 +212,6 @@ def test_hosts_of_one_machine_share_its_memory(model: Path, fleet: Fleet, check:
 
 def test_the_page_budget_counts(model: Path, fleet: Fleet, check: Check) -> None:
     """A prefill replica holds `buffer_bytes` beside weights and KV."""
-    fleet["gpu1"].survey.bindings = lambda wanted: []  # type: ignore[method-assign]
     fleet.each(lambda host: host.facts.update(memory_free_bytes=4 * GIB))
     found = check(topology(model, router='[handoff]\nbuffer_bytes = "8GiB"'))
     assert [d.summary.split(":")[0] for d in found.report.diagnostics] == ['host "gpu1"']
@@ -225,7 +219,6 @@ def test_the_page_budget_counts(model: Path, fleet: Fleet, check: Check) -> None
 
 def test_a_running_cluster_has_its_memory(model: Path, fleet: Fleet, check: Check) -> None:
     """What stays where it is needs no more than it has."""
-    fleet["gpu1"].survey.bindings = lambda wanted: []  # type: ignore[method-assign]
     first = check(topology(model))
     fleet.closed = 0
     fleet.each(lambda host: host.facts.update(memory_free_bytes=1))
@@ -280,7 +273,6 @@ def test_a_closed_data_plane_names_both_ends_and_the_way_out(
     model: Path, fleet: Fleet, check: Check
 ) -> None:
     """U30: which pair, which hosts, which port, what opens it, and what tests it by hand."""
-    fleet["gpu1"].survey.bindings = lambda wanted: []  # type: ignore[method-assign]
     fleet["studio"].walled = True
     text = topology(model).replace('role = "prefill"', 'role = "prefill"\ndata_port = 7101')
     found = check(text)
@@ -302,7 +294,6 @@ def test_an_address_that_does_not_resolve_there_is_named(
     model: Path, fleet: Fleet, check: Check
 ) -> None:
     """R59: the sender knows its own name, the receiver does not."""
-    fleet["gpu1"].survey.bindings = lambda wanted: []  # type: ignore[method-assign]
     fleet["gpu1"].names["far.invalid"] = "127.0.0.1"
     found = check(topology(model, address="far.invalid"))
     (error,) = found.report.errors
@@ -333,7 +324,6 @@ def test_a_clusters_own_ports_are_not_dialled(model: Path, fleet: Fleet, check: 
 
 def test_every_pair_is_dialled(model: Path, fleet: Fleet, check: Check) -> None:
     """Two receivers of one sender take turns at its port."""
-    fleet["gpu1"].survey.bindings = lambda wanted: []  # type: ignore[method-assign]
     second = f"""
 [[replicas]]
 name = "d1"
@@ -348,7 +338,6 @@ model = "{model}"
 
 def test_a_router_elsewhere_must_reach_every_host(model: Path, fleet: Fleet, check: Check) -> None:
     """The keeper is there: its own SSH is tried, not ours; the failure names both hosts."""
-    fleet["gpu1"].survey.bindings = lambda wanted: []  # type: ignore[method-assign]
     assert check(topology(model, router='host = "gpu1"')).report.valid
     assert "route studio" in fleet["gpu1"].questions
     fleet.closed = 0
@@ -387,7 +376,6 @@ def test_progress_is_told_per_host(model: Path, fleet: Fleet, check: Check) -> N
 
 def test_warnings_stay_warnings(model: Path, fleet: Fleet, check: Check) -> None:
     """A plan comes with them."""
-    fleet["gpu1"].survey.bindings = lambda wanted: []  # type: ignore[method-assign]
     fleet["studio"].facts = {"disk_free_bytes": 10**8}
     found = check(topology(model))
     assert [d.severity for d in found.report.diagnostics] == [Severity.WARNING]

@@ -1,0 +1,38 @@
+"""Which ports every host has free, and whether it can listen where a plan says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from pdctl.runtime.checks.ground import Ground
+from pdctl.runtime.ports import wanted_bindings
+from pdctl.topology.diagnostics import Diagnostic
+from pdctl.topology.plan import Plan
+
+
+def listening(ground: Ground) -> dict[str, frozenset[int]]:
+    """Host → every port that something listens on there now."""
+    return ground.ask(None, lambda host: frozenset(one.port for one in host.listeners()))
+
+
+def busy(ground: Ground) -> dict[str, frozenset[int]]:
+    """As `listening`, but for what this very cluster has itself."""
+    return {name: ports - ground.own_ports for name, ports in listening(ground).items()}
+
+
+def check_ports(ground: Ground, plan: Plan) -> list[Diagnostic]:
+    """Tries, on every host, each address that the plan listens on there."""
+    answers = ground.ask(
+        "checking ports",
+        lambda host: host.survey.bindings(
+            wanted_bindings(plan, host.name, own_ports=ground.own_ports)
+        ),
+    )
+    return [ground.at_host(d, name) for name, problems in answers.items() for d in problems]
+
+
+def mute_senders(problems: Iterable[Diagnostic]) -> frozenset[str]:
+    """Replicas whose data port can't be listened on, which says why their pairs don't work."""
+    return frozenset(
+        d.replica for d in problems if d.replica and (d.field or "").endswith(".data_port")
+    )

@@ -14,6 +14,7 @@ from pdctl.engines.mlx import versions
 from pdctl.engines.mlx.call import Call
 from pdctl.engines.mlx.kvcache import SequenceCache, empty_caches, taken_over
 from pdctl.engines.mlx.legs import DecodeLeg, PrefillLeg
+from pdctl.errors import HandoffError
 from pdctl.handoff.counters import CounterBoard
 from pdctl.trace import monotonic_s
 
@@ -109,6 +110,9 @@ class Batch:
             return
         try:
             action(call, *arguments)
+        # its handoff ended while this step ran, and whoever ended it has told why
+        except HandoffError as error:
+            self._ended(call, error)
         # one request's failure is its own (R34)
         except Exception as error:
             log.exception("room=%s failed in the engine", call.room)

@@ -154,6 +154,7 @@ class Ends:
         timeout_s: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
         host: str = "127.0.0.1",
+        receiving: Transport | None = None,
     ) -> None:
         self.geometry = geometry
         self.transport = transport
@@ -177,7 +178,7 @@ class Ends:
             board=self.got,
             on_failed=lambda room, cause, detail: self.failed.append(("d0", room, cause)),
             clock=clock,
-            transport=transport,
+            transport=receiving or transport,
         )
         self.port = self.sender.start()
         self.host = f"[{host}]" if ":" in host else host

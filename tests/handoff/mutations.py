@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import struct
+from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
@@ -15,13 +16,22 @@ WIDTHS = (0, 8, 8, 16, 64, 32, 16, 16, 32)
 """Bits of each field; the magic is left to bit flips."""
 
 
-def mutated(chance: random.Random, frames: list[bytes]) -> list[bytes]:
-    """The same frames with one to three mutations, each of a random kind, from a random one on."""
-    broken = list(frames)
+class Broken(NamedTuple):
+    frames: list[bytes]
+    sealed: bool
+    """Some have a right checksum over what was changed: only a peer that knows the key and lies
+    could send them, and no receiver can tell."""
+
+
+def mutated(chance: random.Random, frames: list[bytes]) -> Broken:
+    """The same frames with one to three mutations, each of a random kind."""
+    broken, sealed = list(frames), False
     for _ in range(chance.randint(1, 3)):
         if broken:
-            chance.choice(MUTATIONS)(chance, broken)
-    return broken
+            mutation = chance.choice(MUTATIONS)
+            mutation(chance, broken)
+            sealed |= mutation in SEALING
+    return Broken(broken, sealed)
 
 
 def flip_bits(chance: random.Random, frames: list[bytes]) -> None:
@@ -93,6 +103,8 @@ MUTATIONS = (
     other_body,
     garbage,
 )
+
+SEALING = (oversize, other_field, other_body)
 
 
 def _picked(chance: random.Random, frames: list[bytes]) -> tuple[int, bytearray]:

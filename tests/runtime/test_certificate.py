@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 import ssl
+from pathlib import Path
 
-from pdctl.handoff.transport.tls import make_context
+import msgspec
+from handoff.ends import Sink, both_ends
+from runtime.clusters import written
+
+from pdctl.engines.channel import Assignment, encode
+from pdctl.handoff.transport.choice import chosen_transport
+from pdctl.handoff.transport.tls import TlsTransport, make_context
+from pdctl.runtime.agent.orders import Orders
 from pdctl.runtime.certificate import cluster_certificate
 
 ONE, OTHER = "ab" * 32, "cd" * 32
@@ -32,3 +40,22 @@ def test_openssl_takes_it_for_both_ends() -> None:
         assert context.minimum_version is ssl.TLSVersion.TLSv1_3
         assert context.verify_mode is ssl.CERT_REQUIRED
         assert len(context.get_ca_certs()) + len(context.cert_store_stats()) > 0
+
+
+def test_two_agents_replicas_hand_over_under_tls(tmp_path: Path) -> None:
+    """From the key to a committed prompt: each end's transport is made from its own agent's
+    assignment, as it arrives over the agent's socket."""
+    with written(tmp_path) as (state, record):
+        handoff = msgspec.structs.replace(record.topology.handoff, encrypt=True)
+        topology = msgspec.structs.replace(record.topology, handoff=handoff)
+        record = msgspec.structs.replace(record, topology=topology)
+        transports = []
+        for name in ("p0", "d0"):
+            orders = Orders(record, state, "local", environ={})
+            sent = encode(orders.assignment(record.plan.replica(name)))
+            assigned = msgspec.msgpack.decode(sent[4:], type=Assignment)
+            transports.append(chosen_transport(assigned.certificate, {}))
+    assert all(isinstance(each, TlsTransport) for each in transports)
+    with both_ends(transports[0], receiving=transports[1]) as ends:
+        ends.run(130, sink := Sink())
+        assert sink.committed

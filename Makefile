@@ -58,6 +58,7 @@ format: $(STAMP)  ## lets ruff mend what it can
 bench: $(STAMP)  ## the measured claims: data plane, router, handoff (writes bench/results/)
 	$(BIN)/python bench/data_plane.py
 	$(BIN)/python bench/router_ttft.py
+	$(BIN)/python bench/handoff_fixed_cost.py
 
 clean:  ## what the targets made; models and results stay
 	rm -rf $(VENV) $(PINNED) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

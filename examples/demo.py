@@ -30,10 +30,11 @@ def main() -> int:
         bind = DEFAULT_BIND if is_free(8000) else f"127.0.0.1:{free_port()}"
         topology = Path(folder) / EXAMPLE.name
         topology.write_text(EXAMPLE.read_text().replace(DEFAULT_BIND, bind))
+        refuse_running()
         run("demo-model")
         run("validate", topology)
+        run("up", topology, "--detach")
         try:
-            run("up", topology, "--detach")
             before = pair(topology)
             prompt_tokens = ask(f"http://{bind}")
             run("ps", topology)
@@ -44,11 +45,22 @@ def main() -> int:
     return 0
 
 
+def refuse_running() -> None:
+    """The demo ends with a `down`, which must not be of somebody's own cluster."""
+    if subprocess.run([PDCTL, "ps", "demo"], capture_output=True, check=False).returncode == 0:
+        raise SystemExit('demo: a cluster "demo" runs already; `pdctl down demo` stops it')
+
+
 def run(*arguments: object) -> None:
     """Runs one pdctl command as a user would see it; ends the demo when it fails."""
     words = [str(a) for a in arguments]
     print(f"\n$ pdctl {' '.join(words)}", flush=True)
-    code = subprocess.run([PDCTL, *words], check=False).returncode
+    with subprocess.Popen([PDCTL, *words]) as command:
+        try:
+            code = command.wait()
+        except KeyboardInterrupt:
+            command.wait()  # Ctrl-C reached it too, and it is rolling back
+            raise
     if code:
         raise SystemExit(f"demo: `pdctl {words[0]}` ended with {code}")
 
@@ -135,4 +147,7 @@ def free_port() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -11,6 +11,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from pdctl import __version__
+from pdctl.cli.manual import MANUAL
 from pdctl.cli.verbs import VERBS, Verb
 from pdctl.errors import PdctlError
 
@@ -57,10 +58,13 @@ def application(arguments: Sequence[str] = ()) -> typer.Typer:
     )
     app.callback()(_root)
     wanted = next((word for word in arguments if not word.startswith("-")), None)
-    completing = "_PDCTL_COMPLETE" in os.environ
+    completed = os.environ.get("_TYPER_COMPLETE_ARGS") or os.environ.get("COMP_WORDS") or ""
     for verb in VERBS.values():
-        loaded = verb.load() if completing or verb.name == wanted else _listed(verb)
-        app.command(verb.name, help=None if loaded.__doc__ else verb.help)(loaded)
+        if verb.name == wanted or verb.name in completed.split():
+            manual = MANUAL.get(verb.name)
+            app.command(verb.name, epilog=manual.epilog if manual else None)(verb.load())
+        else:
+            app.command(verb.name)(_listed(verb))
     return app
 
 

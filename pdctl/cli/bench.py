@@ -10,6 +10,7 @@ import anyio
 import typer
 
 from pdctl.cli import render
+from pdctl.cli.arguments import Cluster
 from pdctl.errors import ClusterError, PdctlError
 from pdctl.runtime.bench.columns import columns
 from pdctl.runtime.bench.measure import Results
@@ -30,7 +31,7 @@ INTERRUPTED = 130
 
 
 def bench(
-    topology: Annotated[str, typer.Argument(help="A topology file, or a running cluster's name.")],
+    topology: Cluster,
     input_lens: Annotated[
         str | None,
         typer.Option(

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from functools import partial
-from typing import Annotated
 
 import anyio
-import typer
 
 from pdctl.cli import render
+from pdctl.cli.arguments import Cluster
 from pdctl.cli.launch_view import Board, board
 from pdctl.errors import ClusterError
 from pdctl.runtime import lock
@@ -20,7 +19,7 @@ from pdctl.runtime.teardown import take_down
 
 
 def down(
-    topology: Annotated[str, typer.Argument(help="A topology file, or a cluster's name.")],
+    topology: Cluster,
 ) -> None:
     """Stop everything that `up` started, and prove it: exit 0 means that nothing is left."""
     state = resolve(topology)

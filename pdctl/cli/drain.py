@@ -9,6 +9,7 @@ import anyio
 import typer
 
 from pdctl.cli import render
+from pdctl.cli.arguments import Cluster, Replica
 from pdctl.errors import ClusterError, InterruptedLaunch
 from pdctl.runtime.draining import StillActive, closing, refuse_unknown, wait_idle
 from pdctl.runtime.interruption import interruptible
@@ -17,8 +18,8 @@ from pdctl.runtime.state import ClusterRecord, StateDir, running
 
 
 def drain(
-    topology: Annotated[str, typer.Argument(help="A topology file, or a cluster's name.")],
-    replica: Annotated[str, typer.Argument(help="The replica's name.")],
+    topology: Cluster,
+    replica: Replica,
     undo: Annotated[bool, typer.Option("--undo", help="Let it take requests again.")] = False,
     timeout: Annotated[
         float | None,

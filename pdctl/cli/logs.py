@@ -11,6 +11,7 @@ from typing import Annotated
 import anyio
 import typer
 
+from pdctl.cli.arguments import Cluster, ProcessNames
 from pdctl.cli.launch_view import Prefixes
 from pdctl.errors import UsageError
 from pdctl.runtime.logs import Selection, follow, parse_pattern, parse_since, read, sizes
@@ -18,11 +19,8 @@ from pdctl.runtime.state import StateDir, resolve
 
 
 def logs(
-    topology: Annotated[str, typer.Argument(help="A topology file, or a cluster's name.")],
-    replicas: Annotated[
-        list[str] | None,
-        typer.Argument(help='Replicas, "router", or "agent-HOST"; all of them by default.'),
-    ] = None,
+    topology: Cluster,
+    replicas: ProcessNames = None,
     keep_on: Annotated[
         bool, typer.Option("--follow", "-f", help="Go on with what is written from now on.")
     ] = False,

@@ -9,6 +9,7 @@ import msgspec
 import typer
 
 from pdctl.cli import render
+from pdctl.cli.arguments import TopologyFile
 from pdctl.engines.interface import Command
 from pdctl.engines.registry import spec_for
 from pdctl.runtime.outcome import Validation
@@ -20,7 +21,7 @@ from pdctl.topology.sizes import approximate_size
 
 
 def plan(
-    topology: Annotated[str, typer.Argument(help="A topology file.")],
+    topology: TopologyFile,
     offline: Annotated[
         bool, typer.Option("--offline", help="Plan from the file alone and touch no host.")
     ] = False,

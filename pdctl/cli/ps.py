@@ -10,6 +10,7 @@ import msgspec
 import typer
 
 from pdctl.cli import render
+from pdctl.cli.arguments import Cluster
 from pdctl.runtime.state import running
 from pdctl.runtime.status import Status, status
 from pdctl.topology.sizes import approximate_size
@@ -32,7 +33,7 @@ COLUMNS = {
 
 
 def ps(
-    topology: Annotated[str, typer.Argument(help="A topology file, or a running cluster's name.")],
+    topology: Cluster,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
     """Show replicas, router and pairs: state, pid, uptime, restarts, handoffs, tokens."""

@@ -9,6 +9,7 @@ import anyio
 import typer
 
 from pdctl.cli import render
+from pdctl.cli.arguments import Cluster, ReplicaOrRouter
 from pdctl.cli.launch_view import Board, board
 from pdctl.errors import ClusterError, InterruptedLaunch
 from pdctl.runtime import lock
@@ -20,8 +21,8 @@ from pdctl.runtime.state import ClusterRecord, StateDir, running
 
 
 def restart(
-    topology: Annotated[str, typer.Argument(help="A topology file, or a cluster's name.")],
-    replica: Annotated[str, typer.Argument(help='The replica\'s name, or "router".')],
+    topology: Cluster,
+    replica: ReplicaOrRouter,
     timeout: Annotated[
         float | None,
         typer.Option(

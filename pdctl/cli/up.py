@@ -12,6 +12,7 @@ import anyio
 import typer
 
 from pdctl.cli import render
+from pdctl.cli.arguments import TopologyPath
 from pdctl.cli.change_view import change, stands
 from pdctl.cli.down import stop
 from pdctl.cli.launch_view import Board, Prefixes, board
@@ -26,7 +27,7 @@ from pdctl.runtime.validation import Validation, validate
 
 
 def up(
-    topology: Annotated[Path, typer.Argument(help="A topology file.")],
+    topology: TopologyPath,
     detach: Annotated[
         bool, typer.Option("--detach", "-d", help="Return once everything is ready.")
     ] = False,

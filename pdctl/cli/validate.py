@@ -6,9 +6,11 @@ from typing import Annotated
 
 import typer
 
+from pdctl.cli.arguments import TopologyFile
+
 
 def validate(
-    topology: Annotated[str, typer.Argument(help="A topology file.")],
+    topology: TopologyFile,
     offline: Annotated[
         bool, typer.Option("--offline", help="Check the file alone and touch no host.")
     ] = False,

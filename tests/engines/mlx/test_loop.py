@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import random
-import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any
@@ -17,135 +13,19 @@ import pytest
 pytest.importorskip("mlx_lm")
 
 import mlx.core as mx
-import mlx_lm.server as library
+from engines.mlx.loops import WAIT_S, Engine, tokens_of, until
 from engines.replicas import contract_of
+from handoff.peers import hear, proved_link
 from mlx.utils import tree_flatten
 from tiny import digits, make_checkpoint
 
-from pdctl.engines.interface import Leg
 from pdctl.engines.mlx import legs, versions
-from pdctl.engines.mlx.admission import Admission, Asked
 from pdctl.engines.mlx.call import Call
 from pdctl.engines.mlx.failure import RequestFailure
 from pdctl.engines.mlx.http import Handler, Server
-from pdctl.engines.mlx.loop import EngineLoop
-from pdctl.handoff.counters import CounterBoard
-from pdctl.handoff.identity import Identity
-from pdctl.handoff.page import PageGeometry
-from pdctl.handoff.sender import Sender
-from pdctl.handoff.ticket import mint
-from pdctl.topology.contract import Contract
-from pdctl.topology.model import ComputeDtype, OnFailure, Role
-
-KEY = bytes(32)
-WAIT_S = 30.0
-
-
-class Engine:
-    """A loop with a prefill replica's handoff end, and no HTTP."""
-
-    def __init__(self, model_dir: Path, contract: Contract, compute: ComputeDtype) -> None:
-        self.contract = contract
-        self.board = CounterBoard()
-        self.died: list[BaseException] = []
-        provider = provider_of(model_dir)
-        self.loop = EngineLoop(
-            provider, contract=contract, compute=compute, board=self.board, died=self.died.append
-        )
-        self.sender = Sender(
-            Identity("p0", KEY, contract.digest),
-            PageGeometry.of(contract),
-            listen=("127.0.0.1", 0),
-            budget_bytes=1 << 26,
-            timeout_s=60.0,
-            board=self.board,
-            on_failed=lambda room, cause, detail: None,
-        )
-        self.port = self.sender.start()
-        self.admission = Admission(
-            self.loop,
-            replica="p0",
-            role=Role.PREFILL,
-            on_failure=OnFailure.ERROR,
-            sender=self.sender,
-            receiver=None,
-        )
-
-    def admit(self, prompt: str, max_tokens: int = 8, leg: Leg | None = None) -> Call:
-        request = library.CompletionRequest("text", prompt, [], None, None)
-        asked = Asked(leg=leg, keeps_prefix=False)
-        return self.admission.admit(request, arguments(max_tokens), asked)
-
-    def leg(self) -> Leg:
-        room = random.getrandbits(62)
-        ticket = mint(KEY, room, "p0", "d0", self.contract.digest, time.time() + 300)
-        address = f"127.0.0.1:{self.port}"
-        return Leg(
-            room=room, ticket=ticket, prefill="p0", decode="d0", sender=address, timeout_s=60.0
-        )
-
-    @contextmanager
-    def between_steps(self) -> Iterator[None]:
-        """The loop computes nothing meanwhile; all that is admitted joins the same batch."""
-        inside, go_on = threading.Event(), threading.Event()
-
-        def stand_still() -> None:
-            inside.set()
-            go_on.wait(WAIT_S)
-
-        self.loop.post(stand_still)
-        assert inside.wait(WAIT_S)
-        try:
-            yield
-        finally:
-            go_on.set()
-
-    def idle(self) -> bool:
-        now = self.board.read()
-        return (now.requests_active, now.handoffs_active, now.buffer_bytes_used) == (0, 0, 0)
-
-    def close(self) -> None:
-        self.sender.close()
-        self.loop.stop_and_join()
-
-
-def provider_of(model_dir: Path) -> Any:
-    """What the library's own command line makes."""
-    made: list[Any] = []
-    argv, run = sys.argv, library.run
-    sys.argv = ["server", "--model", str(model_dir), "--prefill-step-size", "64"]
-    library.run = lambda host, port, provider: made.append(provider)
-    try:
-        library.main()
-    finally:
-        sys.argv, library.run = argv, run
-    return made[0]
-
-
-def arguments(max_tokens: int) -> Any:
-    return library.GenerationArguments(
-        model=library.ModelDescription("default_model", None, None),
-        sampling=library.SamplingArguments(0.0, 1.0, 0, 0.0, 0.0, 0.0),
-        logits=library.LogitsProcessorArguments(None, 0.0, 20, 0.0, 20, 0.0, 20),
-        stop_words=[],
-        max_tokens=max_tokens,
-        num_draft_tokens=0,
-        logprobs=False,
-        top_logprobs=0,
-        seed=None,
-        chat_template_kwargs=None,
-    )
-
-
-def tokens_of(call: Call) -> list[int]:
-    call.first()
-    return [response.token for response in call.responses()]
-
-
-def until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not holds():
-        assert time.monotonic() < deadline
+from pdctl.handoff import wire
+from pdctl.handoff.transport.tcp import TcpTransport
+from pdctl.topology.model import ComputeDtype
 
 
 @pytest.fixture(scope="module")
@@ -167,6 +47,55 @@ def engine(running: Engine) -> Iterator[Engine]:
     yield running
     until(running.idle)
     assert running.died == []
+
+
+def test_a_long_decode_goes_on_past_its_handoffs_deadline(engine: Engine) -> None:
+    """R1: a hundred of its leg's deadlines pass after the first token; nothing of the room is
+    under way any more, and the last of the asked tokens comes."""
+    leg = engine.leg()
+    call, outbound = engine.fetch(digits(130), 100, leg)
+    outbound.written(129)
+    outbound.finish(7)
+    call.first()
+    assert outbound.settled.wait(WAIT_S)
+    with engine.between_steps():
+        engine.now_s += 100 * leg.timeout_s
+        assert engine.receiver.check() is False
+        assert engine.sender.check() is False
+        assert engine.board.read().handoffs_active == 0
+    assert len(list(call.responses())) == 100
+    assert engine.board.read().failures.get("expired", 0) == 0
+
+
+def test_a_receiver_that_freezes_stalls_no_other_stream(engine: Engine) -> None:
+    """R11: it has granted everything and reads nothing more; prefill computes, and another
+    stream goes from its first token to its last before that handoff is over."""
+    leg, prompt = engine.leg(), digits(300)
+    with proved_link(TcpTransport(), engine.port) as link:
+        frozen = engine.admit(prompt, leg=leg)
+        hello = wire.Hello(decode="d0", ticket=leg.ticket)
+        link.send(hello, leg.room, fingerprint=engine.contract.digest)
+        assert isinstance(hear(link), wire.Offer)
+        link.send(wire.Grant(tokens=299, held_tokens=0, first_token=False), leg.room)
+        assert len(tokens_of(engine.admit(digits(20), max_tokens=40))) == 40
+        assert engine.board.read().handoffs_active == 1
+        assert not frozen.ended
+        engine.admission.cancel(frozen)
+        with pytest.raises(RequestFailure):
+            frozen.first()
+
+
+def test_a_sender_that_freezes_stalls_no_other_stream(engine: Engine) -> None:
+    """R11: the first pages are here and no more come; another stream goes to its end."""
+    call, outbound = engine.fetch(digits(300), 8, engine.leg())
+    outbound.written(128)
+    until(lambda: engine.board.read().handoffs_active == 2)
+    assert len(tokens_of(engine.admit(digits(20), max_tokens=40))) == 40
+    assert not call.ended
+    engine.decoding.cancel(call)
+    with pytest.raises(RequestFailure):
+        call.first()
+    assert outbound.settled.wait(WAIT_S)
 
 
 def test_pages_that_cannot_be_published_fail_their_own_request(

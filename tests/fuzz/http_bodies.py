@@ -293,8 +293,12 @@ async def run(count: int, seed: int, url: str | None) -> dict[str, object]:
         found.wrong.append("descriptors grew")
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "method": (__doc__ or "").strip().partition("\n\n")[2].partition("\n\n")[0],
-        "machine": {"system": platform.platform(), "cpus": os.cpu_count()},
+        "method": " ".join((__doc__ or "").split("\n\n")[1].split()),
+        "machine": {
+            "system": platform.platform(),
+            "cpus": os.cpu_count(),
+            "load_1m": os.getloadavg()[0],
+        },
         "versions": {
             "python": platform.python_version(),
             **{name: version(name) for name in ("pdctl", "aiohttp", "msgspec")},

@@ -28,7 +28,7 @@ FIELDS = """model messages prompt n best_of stream stream_options max_tokens
 
 HEADERS = """x-pdctl-path x-pdctl-room authorization content-type accept content-encoding
     accept-encoding expect cookie x-forwarded-for connection origin range
-    if-none-match upgrade te""".split()
+    if-none-match upgrade""".split()
 
 HEADER_WORDS = (
     "p0>d0", "o0", "p0>", ">", "d0>p0", "p9>d9", "gzip", "deflate, br", "100-continue", "*/*",

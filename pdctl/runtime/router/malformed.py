@@ -65,13 +65,20 @@ class _Connection(RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
+        if isinstance(exc, ConnectionError):
+            # gone before the 100-continue that it expected; nobody reads what is made here
+            return _closing(RequestFailed(status, "the client went away"))
         if not isinstance(exc, HttpProcessingError) or request.writer.output_size > 0:
             return super().handle_error(request, status, exc, message)
         reason = _reason(exc)
         log.info("refused a request from %s: %s", request.remote, reason)
-        response = error_response(RequestFailed(status, reason, code="bad_request"))
-        response.force_close()
-        return response
+        return _closing(RequestFailed(status, reason, code="bad_request"))
+
+
+def _closing(failure: RequestFailed) -> web.StreamResponse:
+    response = error_response(failure)
+    response.force_close()
+    return response
 
 
 def _reason(error: HttpProcessingError) -> str:

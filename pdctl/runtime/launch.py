@@ -190,6 +190,8 @@ class _Launch:
                 raise await self._failed(
                     f'the agent of host "{host.name}" ended at once', host.name, log
                 )
+            if monotonic_s() >= self.until_s:
+                raise self._late(lost.message)
             if monotonic_s() >= until_s:
                 raise await self._failed(lost.message, host.name, log)
             await anyio.sleep(ANSWER_EVERY_S)
@@ -213,11 +215,13 @@ class _Launch:
             if done(snapshot):
                 return snapshot
             if left_s <= 0:
-                waiting = self.progress.waiting(snapshot)
-                raise LaunchError(
-                    f"not ready within {self.wait_timeout_s:g} s: {waiting}",
-                    hint=f"raise --wait-timeout, or look at the logs in {self.state.logs}",
-                )
+                raise self._late(self.progress.waiting(snapshot))
+
+    def _late(self, waiting: str) -> LaunchError:
+        return LaunchError(
+            f"not ready within {self.wait_timeout_s:g} s: {waiting}",
+            hint=f"raise --wait-timeout, or look at the logs in {self.state.logs}",
+        )
 
     def _paths_ready(self, snapshot: Snapshot) -> bool:
         plan = self.record.plan

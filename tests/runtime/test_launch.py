@@ -73,19 +73,20 @@ async def test_a_launch_ends_with_every_path_canaried(tmp_path: Path) -> None:
             'replica "d0" failed: positions.rope_theta',
             marks=pytest.mark.engine,
         ),
+        ({"p0": "no time"}, 'not ready within 0.001 s: the agent of host "local" does not answer'),
         pytest.param(
             {"p0": "never_ready"},
             'not ready within 3 s: replica "p0" is starting',
             marks=pytest.mark.engine,
         ),
     ],
-    ids=["exits at start", "loaded something else", "never ready"],
+    ids=["exits at start", "loaded something else", "no time at all", "never ready"],
 )
 async def test_a_failed_launch_leaves_nothing(
     tmp_path: Path, faults: dict[str, str], sentence: str
 ) -> None:
     """R58, U33: whatever fails is named, and everything that was started is stopped."""
-    timeout_s = 3 if "never_ready" in faults.values() else 60
+    timeout_s = {"never_ready": 3, "no time": 0.001}.get(faults.get("p0", ""), 60)
     events: list[LaunchEvent] = []
     with prepared(tmp_path, faults=faults) as (state, record):
         with pytest.raises(LaunchError) as caught:

@@ -107,6 +107,8 @@ class AgentClient(AgentCalls):
             return await xoscar.wait_for(getattr(self._reference, method)(*arguments), timeout_s)
         except TimeoutError:
             raise self._lost(f"no answer within {timeout_s:g} s") from None
+        except ConnectionRefusedError as error:
+            raise self._lost(f"nothing listens at {self._address}") from error
         except (OSError, EOFError, XoscarError) as error:
             raise self._lost(str(error) or type(error).__name__) from error
 

@@ -142,14 +142,13 @@ def dial(
     """Dials an `Answering` at `address`; whatever goes wrong is told in `error`."""
     until_s = monotonic_s() + timeout_s
     try:
-        family, where = resolve(address)
+        found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
         return Dialled(error=f"{address[0]} does not resolve")
-    resolved = str(where[0])
+    resolved = str(found[0][4][0])
     try:
-        with socket.socket(family, socket.SOCK_STREAM) as connected:
-            connected.settimeout(timeout_s)
-            connected.connect(where)
+        with _connected([(family, where) for family, *_, where in found], until_s) as connected:
+            resolved = str(connected.getpeername()[0])
             _prepare(connected, timeout_s)
             connected.sendall(_proof(token, "dial"))
             said = _exactly(connected, PROOF_BYTES)
@@ -164,6 +163,26 @@ def dial(
     except OSError as error:
         return Dialled(error=_reason(error), resolved=resolved)
     return Dialled(resolved=resolved, round_trip_s=round_trip_s, bytes_per_s=speed)
+
+
+def _connected(candidates: list[tuple[int, tuple[object, ...]]], until_s: float) -> socket.socket:
+    """The first of a name's addresses that takes the connection, as a receiver tries them; each
+    gets its share of the time. Raises the last OSError."""
+    for left, (family, where) in zip(range(len(candidates), 0, -1), candidates, strict=True):
+        connected = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            connected.settimeout(max(0.001, (until_s - monotonic_s()) / left))
+            connected.connect(where)
+        except OSError:
+            connected.close()
+            if left == 1:
+                raise
+        except BaseException:
+            connected.close()
+            raise
+        else:
+            return connected
+    raise OSError("no address")
 
 
 def _round_trip(connected: socket.socket, until_s: float) -> float:

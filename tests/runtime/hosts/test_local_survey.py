@@ -164,6 +164,17 @@ def test_the_right_dialler_is_answered(host: str, survey: Survey) -> None:
     assert not listens(address)
 
 
+def test_every_address_of_a_name_is_tried(survey: Survey, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a receiver does: a name whose first address is closed still leads to the second."""
+    address = free_address()
+    survey.answer(address, "token", for_s=30)
+    closed = free_address()
+    both = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", a) for a in (closed, address)]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *where, **options: both)
+    found = survey.dial(("both.lan", address[1]), "token", timeout_s=5)
+    assert (found.error, found.resolved) == (None, "127.0.0.1")
+
+
 def test_without_a_measurement_no_speed_is_told(survey: Survey) -> None:
     address = free_address()
     survey.answer(address, "token", for_s=30)
@@ -177,8 +188,9 @@ def hung_up(connected: socket.socket) -> bool:
         return True
 
 
-def test_strangers_are_hung_up_on(survey: Survey) -> None:
+def test_strangers_are_hung_up_on(survey: Survey, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who sends another token, garbage or nothing gets nothing; the right one still does."""
+    monkeypatch.setattr(trial, "HANDSHAKE_S", 0.3)
     address = free_address()
     survey.answer(address, "token", for_s=30)
     wrong = survey.dial(address, "other", timeout_s=5)

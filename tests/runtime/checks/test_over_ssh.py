@@ -1,0 +1,247 @@
+"""Validation and doctor over real OpenSSH: two machines, each an sshd of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runtime.fleet import own_address
+from sshd import Machines, machines
+from tiny import make_checkpoint
+
+pytestmark = pytest.mark.ssh
+
+PDCTL = Path(sys.executable).with_name("pdctl")
+TIMEOUT_S = 90
+
+
+@pytest.fixture(scope="module")
+def far(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
+    """gpu1, studio, and one from which no other is reached; each with the model in its home."""
+    model = make_checkpoint(tmp_path_factory.mktemp("models") / "tiny", "llama")
+    with machines() as found:
+        for name in ("gpu1", "studio"):
+            machine = found.add(name, found.environment)
+            shutil.copytree(model, machine.home / "models" / "tiny")
+        path = {"PATH": found.environment["PATH"]}
+        machine = found.add("keyless", path)
+        shutil.copytree(model, machine.home / "models" / "tiny")
+        yield found
+
+
+@pytest.fixture
+def address() -> str:
+    found = own_address()
+    if found is None or found.startswith("127."):
+        pytest.skip("this machine has no address beyond loopback")
+    return found
+
+
+def topology(address: str, *, router: str = "local", model: str = "~/models/tiny") -> str:
+    return f"""
+schema = 1
+name = "over-ssh"
+[model]
+name = "tiny"
+context_length = 2048
+[router]
+host = "{router}"
+bind = "127.0.0.1:{_free_port()}"
+[hosts.gpu1]
+ssh = "gpu1"
+address = "{address}"
+python = "{sys.executable}"
+[hosts.studio]
+ssh = "studio"
+python = "{sys.executable}"
+[[replicas]]
+name = "p0"
+host = "gpu1"
+engine = "mlx"
+role = "prefill"
+model = "{model}"
+[[replicas]]
+name = "d0"
+host = "studio"
+engine = "mlx"
+role = "decode"
+model = "~/models/tiny"
+"""
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+class Pdctl:
+    """Runs pdctl as a user of these machines does; nothing of it may stay on them."""
+
+    def __init__(self, far: Machines, folder: Path) -> None:
+        self._far = far
+        self._file = folder / "topology.toml"
+        self._env = {
+            **os.environ,
+            **far.environment,
+            "XDG_STATE_HOME": str(folder / "state"),
+            "XDG_CACHE_HOME": str(folder / "cache"),
+            "NO_COLOR": "1",
+        }
+
+    def __call__(self, verb: str, text: str) -> tuple[int, Any]:
+        self._file.write_text(text)
+        done = subprocess.run(
+            (str(PDCTL), verb, str(self._file), "--json"),
+            env=self._env,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+        )
+        assert done.stdout, done.stderr
+        return done.returncode, json.loads(done.stdout)
+
+
+@pytest.fixture
+def pdctl(far: Machines, tmp_path: Path) -> Pdctl:
+    return Pdctl(far, tmp_path)
+
+
+def told(report: Any) -> list[tuple[str, str]]:
+    return [(d["severity"], d["code"]) for d in report["diagnostics"]]
+
+
+def test_two_machines_are_valid(pdctl: Pdctl, address: str) -> None:
+    """Models, environments, fingerprints, ports and the link, all where they will be used."""
+    code, report = pdctl("validate", topology(address))
+    assert (code, report["valid"]) == (0, True), report
+
+
+def test_the_link_is_measured(pdctl: Pdctl, address: str) -> None:
+    """Doctor dials from one machine to the other, and knows what is on both."""
+    code, found = pdctl("doctor", topology(address))
+    assert code == 0, found["diagnostics"]
+    by_name = {host["name"]: host for host in found["hosts"]}
+    for name in ("gpu1", "studio"):
+        assert by_name[name]["destination"] == name
+        assert by_name[name]["reached_ms"] > 0
+        assert by_name[name]["round_trip_ms"] > 0
+        assert abs(by_name[name]["clock_offset_s"]) < 1
+        assert by_name[name]["engines"][0]["engine_version"]
+    (pair,) = found["pairs"]
+    assert (pair["prefill_host"], pair["decode_host"]) == ("gpu1", "studio")
+    assert (pair["address"], pair["resolved"]) == (address, address)
+    assert pair["bytes_per_s"] > 1e6
+
+
+def test_the_link_may_be_ipv6(pdctl: Pdctl) -> None:
+    """R59."""
+    found = own_address(socket.AF_INET6)
+    if found is None or found == "::1":
+        pytest.skip("this machine has no IPv6 address beyond loopback")
+    code, report = pdctl("doctor", topology(found))
+    assert code == 0, report["diagnostics"]
+    assert report["pairs"][0]["resolved"] == found
+
+
+def test_a_machine_that_is_gone_is_one_error(pdctl: Pdctl, far: Machines, address: str) -> None:
+    """Exit code 4; a model that is missing on the other machine is told in the same pass."""
+    far["studio"].stop()
+    try:
+        code, report = pdctl("validate", topology(address, model="~/models/absent"))
+    finally:
+        far["studio"].start()
+    assert code == 4
+    assert told(report) == [("error", "host.unreachable"), ("error", "host.model_missing")]
+    gone, missing = report["diagnostics"]
+    assert 'host "studio"' in gone["summary"]
+    assert f"{far['gpu1'].home}/models/absent (on gpu1)" in missing["summary"]
+
+
+def test_an_unknown_host_key_is_one_error(pdctl: Pdctl, far: Machines, address: str) -> None:
+    """Exit code 4, and the host is named."""
+    known = far.known_hosts.read_text()
+    far.known_hosts.write_text(far["gpu1"].known_line)
+    try:
+        code, report = pdctl("doctor", topology(address))
+    finally:
+        far.known_hosts.write_text(known)
+    assert code == 4
+    assert told(report) == [("error", "host.unreachable")]
+    assert report["hosts"][2]["error"]
+    assert report["pairs"][0]["error"] == "host studio can't be reached"
+
+
+def test_a_data_port_that_is_taken_there_is_named(pdctl: Pdctl, address: str) -> None:
+    """U25: by whom, and on which host."""
+    with socket.create_server((address, 0)) as taken:
+        port = taken.getsockname()[1]
+        text = topology(address).replace(
+            'role = "prefill"', f'role = "prefill"\ndata_port = {port}'
+        )
+        code, report = pdctl("validate", text)
+    assert (code, told(report)) == (4, [("error", "host.port_busy")])
+    assert report["diagnostics"][0]["summary"].endswith("(on gpu1)")
+    assert f"(pid {os.getpid()})" in report["diagnostics"][0]["summary"]
+
+
+def test_the_routers_host_must_reach_the_others(pdctl: Pdctl, address: str) -> None:
+    """From there, not from here: its own SSH counts. One that has no key is named."""
+    code, report = pdctl("validate", topology(address, router="gpu1"))
+    assert code == 0, report
+    text = topology(address, router="gpu1").replace('ssh = "gpu1"', 'ssh = "keyless"')
+    code, report = pdctl("validate", text)
+    assert (code, told(report)) == (4, [("error", "host.route")])
+    summary = report["diagnostics"][0]["summary"]
+    assert summary.startswith('host "gpu1", where the router runs, can\'t reach host "studio": ')
+
+
+def test_a_closed_data_plane_is_named(pdctl: Pdctl, address: str, tmp_path: Path) -> None:
+    """U30: studio's commands run in a network of their own, from where nothing is reached."""
+    if subprocess.run(("unshare", "-n", "true"), capture_output=True).returncode != 0:
+        pytest.skip("this machine does not let us make a network namespace")
+    walled = tmp_path / "python"
+    walled.write_text(f'#!/bin/sh\nexec unshare -n -- {sys.executable} "$@"\n')
+    walled.chmod(0o755)
+    head, _, tail = topology(address).rpartition(f'python = "{sys.executable}"')
+    text = f'{head}python = "{walled}"{tail}'
+    code, report = pdctl("validate", text)
+    assert (code, told(report)) == (4, [("error", "host.data_plane")])
+    found = report["diagnostics"][0]
+    assert 'host "studio" can\'t reach host "gpu1" at ' in found["summary"]
+    assert found["summary"].endswith("network is unreachable")
+    assert "ssh gpu1 'sudo ufw allow " in found["hint"]
+    assert f"ssh studio 'nc -vz -w 5 {address} " in found["hint"]
+
+
+def test_a_full_disk_there_is_an_error(far: Machines, pdctl: Pdctl, address: str) -> None:
+    """Exit code 4: nothing can be logged there, so nothing is launched."""
+    home = far["gpu1"].state_home
+    mounted = subprocess.run(
+        ("mount", "-t", "tmpfs", "-o", "size=64k", "none", str(home)), capture_output=True
+    )
+    if mounted.returncode != 0:
+        pytest.skip("this machine does not let us mount a small disk")
+    try:
+        code, report = pdctl("validate", topology(address))
+    finally:
+        subprocess.run(("umount", str(home)), check=True)
+    assert (code, told(report)) == (4, [("error", "host.disk_full")])
+    assert str(home) in report["diagnostics"][0]["summary"]
+
+
+def test_nothing_is_left_on_any_machine(pdctl: Pdctl, far: Machines, address: str) -> None:
+    """R58: after validate and doctor no process of ours and no port is left there."""
+    pdctl("validate", topology(address))
+    pdctl("doctor", topology(address))
+    for name in ("gpu1", "studio"):
+        words = [" ".join(p.cmdline()) for p in far[name].sessions()]
+        assert [w for w in words if "far_end" in w] == []

@@ -5,43 +5,22 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import anyio
 import psutil
 import pytest
-from runtime.clusters import answering, member, reach, start_agent, sweep, written
+from runtime.agent.agents import agent
+from runtime.clusters import answering, member, reach, start_agent
 
 from pdctl.errors import AgentLost
 from pdctl.runtime import process
 from pdctl.runtime.agent import journal
 from pdctl.runtime.agent.client import AgentClient
 from pdctl.runtime.process import ACTOR_KEY_ENV
-from pdctl.runtime.state import ClusterRecord, StateDir, actor_key
+from pdctl.runtime.state import actor_key
 
 pytestmark = pytest.mark.anyio
-
-
-@asynccontextmanager
-async def agent(
-    folder: Path, **options: Any
-) -> AsyncIterator[tuple[StateDir, ClusterRecord, AgentClient]]:
-    """A running agent; at the end it shuts down by itself, and nothing of its run is left."""
-    with written(folder, **options) as (state, record):
-        try:
-            record = start_agent(state, record)
-            client = await answering(state, record)
-            yield state, record, client
-            with anyio.fail_after(30):
-                if process.is_alive(record.agents["local"].mark):
-                    await client.shutdown()
-                    await process.wait_exit(record.agents["local"].mark)
-                    assert process.marked(record.run) == []
-        finally:
-            sweep(record)
 
 
 async def test_it_supervises_from_start_to_stop(tmp_path: Path) -> None:

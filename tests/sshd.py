@@ -41,8 +41,12 @@ class Machine:
         _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.host_key))
 
     @property
+    def user(self) -> str:
+        return getpass.getuser()
+
+    @property
     def url(self) -> str:
-        return f"ssh://{getpass.getuser()}@127.0.0.1:{self.port}"
+        return f"ssh://{self.user}@127.0.0.1:{self.port}"
 
     @property
     def known_line(self) -> str:

@@ -161,8 +161,9 @@ def _hint(host: Host, returncode: int | None, stderr: str) -> str:
     if returncode in (126, 127):
         return f"`agent_python` or `python` of hosts.{host.name} names the interpreter there"
     for words, hint in _HINTS:
-        if words in stderr:
-            return hint(host)
+        for line in stderr.splitlines():
+            if words in line:
+                return hint(host, line.strip())
     word = "true" if returncode in (None, 255) else f"{_python(host)} --version"
     return f"try it by hand: {_by_hand(host)} {word}"
 
@@ -175,37 +176,37 @@ def _python(host: Host) -> str:
     return host.agent_python or host.python or "python3"
 
 
-_HINTS: tuple[tuple[str, Callable[[Host], str]], ...] = (
+_HINTS: tuple[tuple[str, Callable[[Host, str], str]], ...] = (
     (
         "IDENTIFICATION HAS CHANGED",
-        lambda host: (
+        lambda host, _: (
             "if that machine was set up anew, remove its old key with `ssh-keygen -R`, then "
             f"`{_by_hand(host)}` once by hand; else somebody may be in between"
         ),
     ),
     (
         "Host key verification failed",
-        lambda host: f"connect once by hand and compare its key: {_by_hand(host)}",
+        lambda host, _: f"connect once by hand and compare its key: {_by_hand(host)}",
     ),
     (
         "Permission denied",
-        lambda host: "add your key there and to your agent (ssh-add)",
+        lambda host, _: "add your key there and to your agent (ssh-add)",
     ),
-    ("Connection refused", lambda host: f"no sshd listens there; start it, or check {host.ssh}"),
+    ("Connection refused", lambda host, _: f"no sshd listens there; start it, or check {host.ssh}"),
     (
         "timed out",
-        lambda host: f"it may be asleep, off, or behind a firewall; try: {_by_hand(host)} true",
+        lambda host, _: f"it may be asleep, off, or behind a firewall; try: {_by_hand(host)} true",
     ),
     (
         "Could not resolve",
-        lambda host: f"check the name, or describe it in ~/.ssh/config: {host.ssh}",
+        lambda host, _: f"check the name, or describe it in ~/.ssh/config: {host.ssh}",
     ),
     (
         "Address already in use",
-        lambda _: "another process listens on that port of this machine; `pdctl validate` names it",
+        lambda _, line: f"another process of this machine has that port ({line})",
     ),
     (
         "No module named",
-        lambda host: f"install pdctl there: {_python(host)} -m pip install pdctl=={__version__}",
+        lambda host, _: f"install pdctl there: {_python(host)} -m pip install pdctl=={__version__}",
     ),
 )

@@ -139,7 +139,12 @@ HOST = Host(name="gpu1", ssh="me@box", python="/v/python")
         (255, "ssh: connect to host box port 22: Connection refused", "refused", "no sshd"),
         (255, "Connection timed out during banner exchange", "timed out", "asleep"),
         (255, "ssh: Could not resolve hostname box: x", "resolve", "~/.ssh/config"),
-        (255, "bind [127.0.0.1]:41000: Address already in use", "in use", "listens on that port"),
+        (
+            255,
+            "bind [127.0.0.1]:41000: Address already in use",
+            "in use",
+            "41000: Address already in use)",
+        ),
         (255, "words that nobody knows", "nobody knows", "try it by hand: ssh me@box true"),
         (255, "", "ssh me@box failed", "try it by hand"),
         (127, "sh: 1: /v/python: not found", "can't run /v/python there", "hosts.gpu1"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import ast
 import re
 from pathlib import Path
 
@@ -12,7 +12,8 @@ import pytest
 from pdctl.topology.contract import Attention, Contract, Positions
 from pdctl.topology.model import Dtype, Handoff, Model, Router, Sharing
 
-GUIDE = (Path(__file__).parent.parent / "docs" / "sizing.md").read_text()
+ROOT = Path(__file__).parent.parent
+GUIDE = (ROOT / "docs" / "sizing.md").read_text()
 ROWS = re.findall(r"^\| `([a-z_.]+)\.([A-Z_]+)` \| ([0-9.]+) \|", GUIDE, re.MULTILINE)
 
 SECTIONS = {"model": Model, "handoff": Handoff, "sharing": Sharing, "router": Router}
@@ -25,6 +26,17 @@ KEYS = [
     for field in msgspec.structs.fields(kind)
     if field.name.endswith(SIZED)
 ]
+
+
+def constant(module: str, name: str) -> object:
+    """A number from a module's source: an engine's own modules need the engine to be imported."""
+    source = (ROOT / "pdctl" / f"{module.replace('.', '/')}.py").read_text()
+    (value,) = (
+        node.value
+        for node in ast.parse(source).body
+        if isinstance(node, ast.Assign) and [ast.unparse(t) for t in node.targets] == [name]
+    )
+    return eval(ast.unparse(value), {"__builtins__": {}})
 
 
 def test_the_topology_has_budgets_and_deadlines() -> None:
@@ -46,7 +58,7 @@ def test_every_budget_and_deadline_of_a_topology_is_in_the_guide(key: str) -> No
 @pytest.mark.parametrize(("module", "name", "value"), ROWS)
 def test_the_guides_fixed_limits_are_the_codes(module: str, name: str, value: str) -> None:
     """R73, R3: a limit that changes, changes in the guide."""
-    assert getattr(importlib.import_module(f"pdctl.{module}"), name) == float(value)
+    assert constant(module, name) == float(value)
 
 
 def test_the_guides_fixed_limits_are_found() -> None:

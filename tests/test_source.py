@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import subprocess
 import sys
@@ -45,10 +46,14 @@ MAY_POLL = {
 }
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def functions(path: Path) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
     """(class.function, node) of a module's functions and methods."""
-    module = ast.parse(path.read_text())
-    for node in module.body:
+    for node in parsed(path).body:
         inside = node.body if isinstance(node, ast.ClassDef) else [node]
         prefix = f"{node.name}." if isinstance(node, ast.ClassDef) else ""
         for each in inside:
@@ -103,7 +108,7 @@ def test_no_loop_asks_a_control_plane_every_so_often() -> None:
     changes is pushed, or waited for in a call that answers when it changed."""
     polling = {}
     for path in sorted(ROOT.rglob("*.py")):
-        for loop in ast.walk(ast.parse(path.read_text())):
+        for loop in ast.walk(parsed(path)):
             if isinstance(loop, ast.While | ast.For):
                 called = {
                     node.func.attr
@@ -126,7 +131,7 @@ def test_each_endpoint_is_spelt_in_one_place() -> None:
     assert len(named) > 8
     for path in sorted(ROOT.rglob("*.py")):
         place = str(path.relative_to(ROOT))
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.Constant) and node.value in named:
                 assert named[node.value] == place, f"{place}:{node.lineno} spells {node.value}"
 

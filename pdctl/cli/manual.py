@@ -94,7 +94,12 @@ MANUAL = {
         ),
     ),
     "doctor": Manual(
-        {0: "nothing is wrong", **CHECKED},
-        ("doctor studio.toml", "doctor studio.toml --json"),
+        {
+            0: "every host and every pair is fit; there may be warnings",
+            1: "no cluster of that name runs",
+            2: USAGE,
+            4: "a host or a pair's link is not fit",
+        },
+        ("doctor studio.toml", "doctor studio --json"),
     ),
 }

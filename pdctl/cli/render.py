@@ -12,7 +12,7 @@ from typing import IO, Any, TextIO, cast
 
 import msgspec
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, Task, TaskID, TextColumn
 from rich.text import Text
 
 from pdctl.topology.diagnostics import Diagnostic, Report, Severity
@@ -115,13 +115,21 @@ def print_json(value: Any) -> None:
     sys.stdout.flush()
 
 
+class _Size(DownloadColumn):
+    """Bytes done and in all; nothing for a row that counts none."""
+
+    def render(self, task: Task) -> Text:
+        return super().render(task) if task.total is not None else Text()
+
+
 class Steps:
-    """A `Watcher` that shows steps and hashing on stderr."""
+    """A `Watcher` on stderr: a row per host and per directory on a terminal, else lines."""
 
     def __init__(self, console: Console, bar: Progress | None) -> None:
         self._console = console
         self._bar = bar
         self._lock = threading.Lock()
+        self._hosts: dict[str, TaskID] = {}
         self._tasks: dict[str, TaskID] = {}
         self._said: dict[str, int] = {}
 
@@ -129,7 +137,13 @@ class Steps:
         self._console.print(f"{text} …", style="dim")
 
     def host(self, name: str, text: str) -> None:
-        self._console.print(f"{name}: {text} …", style="dim")
+        if self._bar is None:
+            self._console.print(f"{name}: {text} …", style="dim")
+            return
+        with self._lock:
+            if name not in self._hosts:
+                self._hosts[name] = self._bar.add_task("", total=None)
+        self._bar.update(self._hosts[name], description=f"{name}: {text}")
 
     def hashing(self, model_dir: str, done_bytes: int, total_bytes: int) -> None:
         if self._bar is None:
@@ -158,6 +172,6 @@ def steps() -> Iterator[Steps]:
     if not console.is_terminal:
         yield Steps(console, None)
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True))
+    columns = (TextColumn("{task.description}"), BarColumn(), _Size(binary_units=True))
     with Progress(*columns, console=console, transient=True) as bar:
         yield Steps(console, bar)

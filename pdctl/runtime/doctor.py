@@ -118,7 +118,7 @@ def of_bad_file(report: Report, cluster: str | None) -> Findings:
 
 
 def exit_code(findings: Findings) -> int:
-    """0, or 4: a host or a pair is not fit."""
+    """0; or 4: a host or a pair is not fit, whatever about it."""
     return 0 if findings.fit else HostError.exit_code
 
 

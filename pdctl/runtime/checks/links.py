@@ -10,6 +10,7 @@ import msgspec
 
 from pdctl.errors import HostError
 from pdctl.runtime.checks.ground import Ground
+from pdctl.runtime.hosts.ssh import by_hand
 from pdctl.runtime.hosts.survey import Dialled
 from pdctl.topology.diagnostics import Diagnostic
 from pdctl.topology.model import Host
@@ -110,16 +111,16 @@ def refusal(ground: Ground, tried: Tried) -> Diagnostic:
     trial = tried.trial
     host, port = trial.address
     sender, receiver = (ground.topology.hosts[r.host] for r in (trial.sender, trial.receiver))
-    opening, by_hand = opens(sender, port), tests(sender, receiver, trial.address)
+    opening, trying = opens(sender, port), tests(sender, receiver, trial.address)
     return Diagnostic(
         code="host.data_plane",
         summary=f'pair "{trial.pair.prefill}" → "{trial.pair.decode}": host "{receiver.name}" '
         f'can\'t reach host "{sender.name}" at {host} port {port}: {tried.dialled.error}',
-        detail=f"open it:  {opening}\nlisten:   {by_hand[0]}\nthen try: {by_hand[1]}",
+        detail=f"open it:  {opening}\nlisten:   {trying[0]}\nthen try: {trying[1]}",
         replica=trial.sender.name,
         field="address",
         hint=f"open the port on {sender.name} (`{opening}`), or give an address that "
-        f"{receiver.name} can dial; `{by_hand[1]}` tests it",
+        f"{receiver.name} can dial; `{trying[1]}` tests it",
     )
 
 
@@ -140,4 +141,4 @@ def _on(host: Host, command: str) -> str:
     """The command as one types it on this machine."""
     if host.ssh is None:
         return command
-    return f"ssh {shlex.quote(host.ssh)} {shlex.quote(command)}"
+    return f"{by_hand(host)} {shlex.quote(command)}"

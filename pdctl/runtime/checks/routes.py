@@ -6,6 +6,7 @@ from typing import Protocol, cast
 
 from pdctl.errors import HostError
 from pdctl.runtime.checks.ground import Ground
+from pdctl.runtime.hosts.ssh import by_hand
 from pdctl.runtime.hosts.survey import HostFacts
 from pdctl.topology.diagnostics import Diagnostic
 from pdctl.topology.model import Host
@@ -38,8 +39,8 @@ def check_routes(ground: Ground) -> list[Diagnostic]:
 
 
 def _unreached(ground: Ground, at: str, name: str, error: HostError) -> Diagnostic:
-    there, destination = ground.topology.hosts[at].ssh, ground.topology.hosts[name].ssh
-    hint = f"`ssh {there} ssh {destination} true` must work without a question"
+    there, beyond = (by_hand(ground.topology.hosts[n]) for n in (at, name))
+    hint = f"`{there} {beyond} true` must work without a question"
     return Diagnostic(
         code="host.route",
         summary=f'host "{at}", where the router runs, can\'t reach host "{name}": {error.message}',

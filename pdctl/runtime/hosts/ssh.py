@@ -165,10 +165,11 @@ def _hint(host: Host, returncode: int | None, stderr: str) -> str:
             if words in line:
                 return hint(host, line.strip())
     word = "true" if returncode in (None, 255) else f"{_python(host)} --version"
-    return f"try it by hand: {_by_hand(host)} {word}"
+    return f"try it by hand: {by_hand(host)} {word}"
 
 
-def _by_hand(host: Host) -> str:
+def by_hand(host: Host) -> str:
+    """`ssh gpu1`, as one types it; raises as `ssh_argv`."""
     return shlex.join(("ssh", *_destination(host)))
 
 
@@ -181,12 +182,12 @@ _HINTS: tuple[tuple[str, Callable[[Host, str], str]], ...] = (
         "IDENTIFICATION HAS CHANGED",
         lambda host, _: (
             "if that machine was set up anew, remove its old key with `ssh-keygen -R`, then "
-            f"`{_by_hand(host)}` once by hand; else somebody may be in between"
+            f"`{by_hand(host)}` once by hand; else somebody may be in between"
         ),
     ),
     (
         "Host key verification failed",
-        lambda host, _: f"connect once by hand and compare its key: {_by_hand(host)}",
+        lambda host, _: f"connect once by hand and compare its key: {by_hand(host)}",
     ),
     (
         "Permission denied",
@@ -195,7 +196,7 @@ _HINTS: tuple[tuple[str, Callable[[Host, str], str]], ...] = (
     ("Connection refused", lambda host, _: f"no sshd listens there; start it, or check {host.ssh}"),
     (
         "timed out",
-        lambda host, _: f"it may be asleep, off, or behind a firewall; try: {_by_hand(host)} true",
+        lambda host, _: f"it may be asleep, off, or behind a firewall; try: {by_hand(host)} true",
     ),
     (
         "Could not resolve",

@@ -56,7 +56,7 @@ bind = "127.0.0.1:18431"
 ssh = "gpu1"
 address = "{address}"
 [hosts.studio]
-ssh = "user@studio.local"
+ssh = "ssh://user@studio.local:2222"
 [[replicas]]
 name = "p0"
 host = "gpu1"
@@ -284,7 +284,7 @@ def test_a_closed_data_plane_names_both_ends_and_the_way_out(
     )
     assert error.hint is not None
     assert "ssh gpu1 'sudo ufw allow 7101/tcp" in error.hint
-    assert "ssh user@studio.local 'nc -vz -w 5 10.0.0.1 7101'" in error.hint
+    assert "ssh -l user -p 2222 studio.local 'nc -vz -w 5 10.0.0.1 7101'" in error.hint
     assert error.detail is not None
     assert "ssh gpu1 'python3 -m http.server 7101 --bind 10.0.0.1'" in error.detail
     assert found.report.exit_code == 4
@@ -347,7 +347,10 @@ def test_a_router_elsewhere_must_reach_every_host(model: Path, fleet: Fleet, che
     assert error.code == "host.route"
     assert 'host "gpu1", where the router runs, can\'t reach host "studio"' in error.summary
     assert "Permission denied (publickey)" in error.summary
-    assert error.hint == "`ssh gpu1 ssh user@studio.local true` must work without a question"
+    assert (
+        error.hint
+        == "`ssh gpu1 ssh -l user -p 2222 studio.local true` must work without a question"
+    )
 
 
 def test_a_broken_file_connects_nowhere(model: Path, fleet: Fleet, check: Check) -> None:

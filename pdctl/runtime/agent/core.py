@@ -12,14 +12,12 @@ from collections.abc import Callable, Iterable, Mapping
 
 import anyio
 import anyio.abc
-import msgspec
 
 from pdctl.engines.channel import (
     Assignment,
     Attach,
     Failed,
     Members,
-    MemberState,
     PairStates,
     Ready,
     Report,
@@ -27,16 +25,16 @@ from pdctl.engines.channel import (
     RouterReport,
 )
 from pdctl.errors import HostError
-from pdctl.runtime.agent import changes, journal
+from pdctl.runtime.agent import changes, journal, picture
 from pdctl.runtime.agent.agreement import disagreements
 from pdctl.runtime.agent.channel_server import POLL_S, ChannelServer, Link
 from pdctl.runtime.agent.journal import ROUTER, Entry, Journal
-from pdctl.runtime.agent.lifecycle import SETTLED, Event, Limits, shown
+from pdctl.runtime.agent.lifecycle import SETTLED, Event, Limits
 from pdctl.runtime.agent.orders import Orders
 from pdctl.runtime.agent.outpost import FarHost, Outpost
 from pdctl.runtime.agent.outposts import Outposts
 from pdctl.runtime.agent.supervisor import Supervised
-from pdctl.runtime.agent.view import RouterState, Snapshot, View
+from pdctl.runtime.agent.view import Snapshot, View
 from pdctl.runtime.state import ClusterRecord
 from pdctl.topology.plan import ReplicaPlan
 
@@ -279,15 +277,22 @@ class Agent:
         entries = tuple(s.entry() for s in self.supervised.values() if s.incarnation)
         if entries != self._journalled:
             self._write_down(entries)
-        members = [self._member(plan) for plan in self._plans.values()]
+        members = [
+            picture.member(plan, self.supervised[name], self._answer(name))
+            for name, plan in self._plans.items()
+        ]
         members += self.outposts.members()
         order = {plan.name: at for at, plan in enumerate(self.orders.record.plan.replicas)}
         self.view.update(
             tuple(sorted(members, key=lambda member: order.get(member.name, len(order)))),
-            self._router(),
+            picture.router(self.supervised.get(ROUTER), self._answer(ROUTER)),
             self.outposts.states(),
             self.outposts.failures(),
         )
+
+    def _answer(self, name: str) -> Report | RouterReport | None:
+        link = self.links.get(name)
+        return link.answer if link is not None else None
 
     def _write_down(self, entries: tuple[Entry, ...]) -> None:
         """A full disk must not end the agent: without a journal, the run's mark is left."""
@@ -296,49 +301,3 @@ class Agent:
             self._journalled = entries
         except HostError as error:
             log.error("%s", error.message)
-
-    def _member(self, plan: ReplicaPlan) -> MemberState:
-        supervised = self.supervised[plan.name]
-        ready, link = supervised.ready, self.links.get(plan.name)
-        report = link.answer if link is not None else None
-        member = MemberState(
-            name=plan.name,
-            engine=plan.engine,
-            role=plan.role,
-            host=plan.host,
-            state=shown(supervised.state, drained=supervised.drained),
-            cause=supervised.cause,
-            pid=supervised.mark.pid if supervised.mark else None,
-            started_at=supervised.started_at,
-            restarts=supervised.restarts,
-            http_host=plan.http_host,
-            http_port=plan.http_port,
-            data_host=plan.data_host,
-            data_port=plan.data_port,
-            incarnation=supervised.incarnation,
-            engine_version=ready.engine_version if ready else None,
-            compute_dtype=plan.compute_dtype,
-        )
-        if isinstance(report, Report):
-            return msgspec.structs.replace(member, counters=report.counters)
-        return member
-
-    def _router(self) -> RouterState | None:
-        supervised = self.supervised.get(ROUTER)
-        if supervised is None:
-            return None
-        link = self.links.get(ROUTER)
-        report = link.answer if link is not None else None
-        counts = report if isinstance(report, RouterReport) else None
-        return RouterState(
-            state=shown(supervised.state, drained=supervised.drained),
-            cause=supervised.cause,
-            pid=supervised.mark.pid if supervised.mark else None,
-            started_at=supervised.started_at,
-            restarts=supervised.restarts,
-            requests_active=counts.requests_active if counts else 0,
-            requests_total=counts.requests_total if counts else 0,
-            requests_failed=counts.requests_failed if counts else 0,
-            active=counts.active if counts else {},
-            draining=counts.draining if counts else (),
-        )

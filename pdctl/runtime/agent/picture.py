@@ -1,0 +1,60 @@
+"""One supervised process as others see it. Pure."""
+
+from __future__ import annotations
+
+import msgspec
+
+from pdctl.engines.channel import MemberState, Report, RouterReport
+from pdctl.runtime.agent.lifecycle import shown
+from pdctl.runtime.agent.supervisor import Supervised
+from pdctl.runtime.agent.view import RouterState
+from pdctl.topology.plan import ReplicaPlan
+
+
+def member(
+    plan: ReplicaPlan, supervised: Supervised, report: Report | RouterReport | None
+) -> MemberState:
+    """A replica, with the counters of its latest report."""
+    ready = supervised.ready
+    found = MemberState(
+        name=plan.name,
+        engine=plan.engine,
+        role=plan.role,
+        host=plan.host,
+        state=shown(supervised.state, drained=supervised.drained),
+        cause=supervised.cause,
+        pid=supervised.mark.pid if supervised.mark else None,
+        started_at=supervised.started_at,
+        restarts=supervised.restarts,
+        http_host=plan.http_host,
+        http_port=plan.http_port,
+        data_host=plan.data_host,
+        data_port=plan.data_port,
+        incarnation=supervised.incarnation,
+        engine_version=ready.engine_version if ready else None,
+        compute_dtype=plan.compute_dtype,
+    )
+    if isinstance(report, Report):
+        return msgspec.structs.replace(found, counters=report.counters)
+    return found
+
+
+def router(
+    supervised: Supervised | None, report: Report | RouterReport | None
+) -> RouterState | None:
+    """The router; None where that is another host's."""
+    if supervised is None:
+        return None
+    counts = report if isinstance(report, RouterReport) else None
+    return RouterState(
+        state=shown(supervised.state, drained=supervised.drained),
+        cause=supervised.cause,
+        pid=supervised.mark.pid if supervised.mark else None,
+        started_at=supervised.started_at,
+        restarts=supervised.restarts,
+        requests_active=counts.requests_active if counts else 0,
+        requests_total=counts.requests_total if counts else 0,
+        requests_failed=counts.requests_failed if counts else 0,
+        active=counts.active if counts else {},
+        draining=counts.draining if counts else (),
+    )

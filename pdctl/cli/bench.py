@@ -56,7 +56,10 @@ def bench(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the points as JSON.")] = False,
 ) -> None:
-    """Measure each engine alone against every prefill/decode pair, by prompt length."""
+    """Measure each engine alone against every prefill/decode pair, by prompt length.
+
+    Prompts have exactly the asked number of tokens and share no prefix. A cell whose imported
+    tokens are not what the prompt requires, or whose text is not the baseline's, is marked."""
     asked = None if input_lens is None else whole_numbers(input_lens, "--input-lens")
     lanes = whole_numbers(concurrency, "--concurrency")
     target = running(topology)

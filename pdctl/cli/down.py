@@ -21,7 +21,10 @@ from pdctl.runtime.teardown import take_down
 def down(
     topology: Cluster,
 ) -> None:
-    """Stop everything that `up` started, and prove it: exit 0 means that nothing is left."""
+    """Stop everything that `up` started, and prove it: exit 0 means that nothing is left.
+
+    No process, port, socket or key, on any host; logs stay until the next `up` of that name.
+    Running requests are cut: `pdctl drain` first where they matter."""
     state = resolve(topology)
     name = state.path.name
     if not state.path.is_dir():

@@ -31,7 +31,11 @@ def drain(
         ),
     ] = None,
 ) -> None:
-    """Send no new requests to one replica, and wait until its running ones are done."""
+    """Send no new requests to one replica, and wait until its running ones are done.
+
+    It keeps running, and stays closed through crashes of its own or of its agent, until `--undo`
+    or `pdctl restart` opens it. Draining a prefill replica closes its pairs; which paths stay is
+    said first, and requests get 503 where none does."""
     state, record = running(topology)
     refuse_unknown(record, replica)
     if undo:

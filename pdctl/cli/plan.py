@@ -27,7 +27,10 @@ def plan(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
-    """Show what `up` would run: commands, environments, ports, pairs and budgets."""
+    """Show what `up` would run: commands, environments, ports, pairs and budgets.
+
+    Ports that the file leaves open are assigned as `up` would assign them; a cluster that runs
+    keeps those that it has."""
     with render.steps() as watcher:
         outcome = run(
             topology,

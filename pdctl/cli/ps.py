@@ -36,7 +36,11 @@ def ps(
     topology: Cluster,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
-    """Show replicas, router and pairs: state, pid, uptime, restarts, handoffs, tokens."""
+    """Show replicas, router and pairs: state, pid, uptime, restarts, handoffs, tokens.
+
+    Counters are of this moment. "draining" takes no new request, and "active" says how many still
+    run there; "backoff" and "failed" come with their cause. Where the cluster's agent does not
+    answer, that is said, and what its journal knows is shown instead."""
     state, record = running(topology)
     found = anyio.run(partial(status, state, record))
     if as_json:

@@ -37,7 +37,12 @@ def restart(
     ] = 1800.0,
     now: Annotated[bool, typer.Option("--now", help="Cut its running requests.")] = False,
 ) -> None:
-    """Drain, stop and start one replica, and wait until every path of it answers again."""
+    """Drain, stop and start one replica, and wait until every path of it answers again.
+
+    Its running requests are answered first; new ones go elsewhere, or get 503 where there is no
+    other path. It has come back when a real generation has gone through each of its paths, and
+    then takes requests, drained before or not. The router is drained and restarted likewise,
+    under the name "router"."""
     state, record = running(topology)
     refuse_unknown(record, replica, also=(ROUTER,))
     limit_s = record.topology.handoff.timeout_s if timeout is None else timeout

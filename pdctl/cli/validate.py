@@ -16,7 +16,11 @@ def validate(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
-    """Check everything that can be known before launch; report every problem."""
+    """Check everything that can be known before launch; report every problem.
+
+    The file, hosts, Python and package versions, model files, fingerprints, the contract of every
+    prefill/decode pair, ports, and whether the hosts of a pair reach each other. All problems are
+    reported, each with a hint; `pdctl up` does the same and starts nothing where there is one."""
     from pdctl.cli import render
     from pdctl.runtime.state import own_plan, own_ports
     from pdctl.runtime.validation import validate as run

@@ -203,8 +203,10 @@ def _link(pair: PairFound) -> str:
     note = f" ({pair.note})" if pair.note else ""
     if pair.error is not None:
         return f"closed: {pair.error}{note}"
+    if pair.round_trip_ms is None:
+        return f"open{note}"
     speed = f", {approximate_size(round(pair.bytes_per_s))}/s" if pair.bytes_per_s else ""
-    return f"round trip {pair.round_trip_ms or 0:.3f} ms{speed}{note}"
+    return f"round trip {pair.round_trip_ms:.3f} ms{speed}{note}"
 
 
 def _by_hand(pair: PairFound) -> Iterator[str]:

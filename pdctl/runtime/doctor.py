@@ -238,15 +238,23 @@ def _pairs(
     tried = {t.trial.pair.path: t for t in links.try_links(ground, able)}
     found, refusals = [], []
     for trial in trials:
-        one = tried.get(trial.pair.path)
-        if one is not None and one.dialled.error is None:
-            measured = links.try_link(ground, trial, measure_bytes=MEASURE_BYTES)
-            if measured.dialled.error is None:
-                one = measured
+        one = _measured(ground, trial, tried.get(trial.pair.path))
         if one is not None and one.dialled.error is not None:
             refusals.append(links.refusal(ground, one))
-        found.append(_pair(ground, plan, trial, one))
+        found.append(_pair(ground, trial, one))
     return found, refusals
+
+
+def _measured(ground: Ground, trial: links.Trial, tried: links.Tried | None) -> links.Tried | None:
+    """With the link's speed where it works. What is closed beside a running sender's own port
+    counts only where that one is closed too."""
+    if tried is None:
+        return None
+    if tried.dialled.error is None:
+        return links.try_link(ground, trial, measure_bytes=MEASURE_BYTES)
+    if trial.port == trial.sender.data_port:
+        return tried
+    return links.try_own_port(ground, trial)
 
 
 def _beside(
@@ -262,12 +270,17 @@ def _beside(
     return msgspec.structs.replace(trial, port=free[0]) if free else trial
 
 
-def _pair(ground: Ground, plan: Plan, trial: links.Trial, tried: links.Tried | None) -> PairFound:
+def _pair(ground: Ground, trial: links.Trial, tried: links.Tried | None) -> PairFound:
+    own, beside = trial.sender.data_port, trial.port
+    note = None
+    if beside != own:
+        note = f"port {own} is in use by this cluster itself; tried beside it at {beside}"
+    if tried is not None and tried.trial.port != beside:
+        trial = tried.trial
+        note = f"port {own} is this cluster's own; {beside} beside it is closed: not measured"
     host, port = trial.address
-    own = trial.sender.data_port
     hosts = ground.topology.hosts
     sender, receiver = hosts[trial.sender.host], hosts[trial.receiver.host]
-    note = f"port {own} is in use by this cluster itself" if port != own else None
     common = PairFound(
         prefill=trial.pair.prefill,
         decode=trial.pair.decode,

@@ -56,7 +56,7 @@ def test_doctor_of_a_running_cluster(shell: Shell) -> None:
         found = json.loads(shell("doctor", target, "--json")[0])
         assert found["running"]
         assert found["pairs"][0]["port"] != own
-        assert found["pairs"][0]["note"] == f"port {own} is in use by this cluster itself"
+        assert f"port {own} is in use by this cluster itself" in found["pairs"][0]["note"]
         assert found["pairs"][0]["bytes_per_s"] > 1e6
     assert shell.ask().status_code == 200
     shell("down", shell.name)

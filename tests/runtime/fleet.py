@@ -51,7 +51,7 @@ class FleetSurvey(LocalSurvey):
     ) -> Dialled:
         self._host.asked("dial")
         self._host.dialled.append(address)
-        if self._host.walled:
+        if self._host.walled or address[1] in self._host.closed_ports:
             return Dialled(error=f"no answer within {timeout_s:g} s", resolved=address[0])
         return super().dial(
             self._host.real(address), token, timeout_s=timeout_s, measure_bytes=measure_bytes
@@ -67,6 +67,8 @@ class FleetHost(LocalHost):
         """The question at which the connection is away."""
         self.walled = False
         """Nothing that it dials answers."""
+        self.closed_ports: frozenset[int] = frozenset()
+        """Nor what it dials at these."""
         self.names: dict[str, str] = {}
         """Address in the topology → the real one."""
         self.routes: dict[str, HostError] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -81,11 +82,11 @@ Examine = Callable[..., Findings]
 
 @pytest.fixture
 def examine(fleet: Fleet) -> Examine:
-    def run(text: str, *, own: frozenset[int] = frozenset()) -> Findings:
+    def run(text: str, *, own: frozenset[int] = frozenset(), busy: bool = False) -> Findings:
         declared, found = loads(text)
         assert declared is not None, found
         done = diagnose(Ground(declared, fleet.hosts, Silent(), own_ports=own), [])
-        assert fleet.listening() == []
+        assert busy or fleet.listening() == []
         return done
 
     return run
@@ -167,10 +168,41 @@ def test_a_running_cluster_is_tried_beside_its_own_port(
     assert found.fit, found.diagnostics
     for pair in found.pairs:
         assert pair.port > port + 1
-        assert pair.note == f"port {port} is in use by this cluster itself"
+        assert pair.note is not None
+        assert pair.note.startswith(f"port {port} is in use by this cluster itself; tried beside")
         assert pair.bytes_per_s
     own = [p for p in found.hosts[1].ports if p.state == "own"]
     assert [p.port for p in own] == [port]
+
+
+@pytest.mark.parametrize("open_itself", [True, False])
+def test_what_is_closed_beside_a_running_sender_is_no_fault(
+    open_itself: bool, model: Path, fleet: Fleet, examine: Examine
+) -> None:
+    """A firewall that opens the data port alone is right: the pair is open, and not measured.
+    Where that port is closed too, it is the one that is named."""
+    port = free_port()
+    beside = frozenset(range(port + 1, port + 100))
+    fleet["studio"].closed_ports = beside if open_itself else beside | {port}
+    with socket.create_server(("127.0.0.1", port)) as sender:
+        hang_up = threading.Thread(target=lambda: sender.accept()[0].close())
+        hang_up.start()
+        fleet["gpu1"].listening = [port]
+        found = examine(topology(model, data_port=port), own=frozenset({port}), busy=True)
+        socket.create_connection(("127.0.0.1", port)).close()
+        hang_up.join()
+    far, near = found.pairs
+    assert far.port == port
+    assert (far.error is None) is open_itself
+    assert far.bytes_per_s is None
+    assert near.bytes_per_s
+    assert found.fit is open_itself
+    if open_itself:
+        assert far.note is not None
+        assert far.note.endswith("beside it is closed: not measured")
+    else:
+        assert far.opens is not None
+        assert f"ufw allow {port}/tcp" in far.opens
 
 
 def test_a_port_that_somebody_else_has_is_named(

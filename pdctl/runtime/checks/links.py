@@ -106,6 +106,19 @@ def try_link(ground: Ground, trial: Trial, *, measure_bytes: int = 0) -> Tried:
     return Tried(trial=trial, dialled=dialled)
 
 
+def try_own_port(ground: Ground, trial: Trial) -> Tried:
+    """Whether a running sender's own port takes connections; it hangs up on us, unharmed."""
+    own = msgspec.structs.replace(trial, port=trial.sender.data_port)
+    far = ground.hosts[trial.receiver.host]
+    try:
+        dialled = far.survey.dial(own.address, secrets.token_hex(16), timeout_s=DIAL_S)
+    except HostError as error:
+        dialled = Dialled(error=error.message)
+    if dialled.connected:
+        dialled = msgspec.structs.replace(dialled, error=None)
+    return Tried(trial=own, dialled=dialled)
+
+
 def refusal(ground: Ground, tried: Tried) -> Diagnostic:
     """A pair that can't be used, with what opens it and what tests it by hand."""
     trial = tried.trial

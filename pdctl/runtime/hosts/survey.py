@@ -76,6 +76,8 @@ class Dialled(msgspec.Struct, frozen=True, kw_only=True):
 
     error: str | None = None
     """None: the right listener answered."""
+    connected: bool = False
+    """Whether anything took the connection, be it the wrong one."""
     resolved: str | None = None
     """The address that the name stands for there."""
     round_trip_s: float | None = None

@@ -145,24 +145,28 @@ def dial(
         found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
         return Dialled(error=f"{address[0]} does not resolve")
-    resolved = str(found[0][4][0])
+    resolved, took = str(found[0][4][0]), False
     try:
         with _connected([(family, where) for family, *_, where in found], until_s) as connected:
-            resolved = str(connected.getpeername()[0])
+            resolved, took = str(connected.getpeername()[0]), True
             _prepare(connected, timeout_s)
             connected.sendall(_proof(token, "dial"))
             said = _exactly(connected, PROOF_BYTES)
             if not hmac.compare_digest(said, _proof(token, "answer")):
-                return Dialled(error="something else listens there", resolved=resolved)
+                raise EOFError
             round_trip_s = _round_trip(connected, until_s)
             speed = _measure(connected, measure_bytes, until_s) if measure_bytes else None
     except TimeoutError:
-        return Dialled(error=f"no answer within {timeout_s:g} s", resolved=resolved)
+        reason = f"no answer within {timeout_s:g} s"
     except EOFError:
-        return Dialled(error="something else listens there", resolved=resolved)
+        reason = "something else listens there"
     except OSError as error:
-        return Dialled(error=_reason(error), resolved=resolved)
-    return Dialled(resolved=resolved, round_trip_s=round_trip_s, bytes_per_s=speed)
+        reason = _reason(error)
+    else:
+        return Dialled(
+            connected=True, resolved=resolved, round_trip_s=round_trip_s, bytes_per_s=speed
+        )
+    return Dialled(error=reason, connected=took, resolved=resolved)
 
 
 def _connected(candidates: list[tuple[int, tuple[object, ...]]], until_s: float) -> socket.socket:

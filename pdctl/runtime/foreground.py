@@ -136,7 +136,7 @@ class Session:
                 present = self.state.read()
                 if present is None or present.run != record.run:
                     return ()
-                left = await take_down(self.state, record, self.emit, hosts=hosts)
+                left = await take_down(self.state, present, self.emit, hosts=hosts)
         if not left and self.unread:
             raise ClusterError(
                 "nobody reads the logs any more; everything was stopped",

@@ -213,3 +213,18 @@ def test_a_cluster_whose_host_was_rebooted_is_launched_anew(up: Shell) -> None:
     assert up.ask().status_code == 200
     up("down", up.file)
     up.assert_down()
+
+
+def test_a_foreground_up_takes_down_what_another_has_added(shell: Shell) -> None:
+    """Ctrl-C ends the cluster as it is by then, not as it was launched."""
+    with shell.begin("up", shell.file) as running:
+        assert running.stdout is not None
+        running.stdout.readline()
+        add(shell)
+        shell("up", shell.file)
+        assert "p1" in pids(shell)
+        shell.record()
+        running.send_signal(signal.SIGINT)
+        _, err = running.communicate(timeout=TIMEOUT_S)
+    assert running.returncode == 0, err
+    shell.assert_down()

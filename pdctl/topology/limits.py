@@ -39,13 +39,6 @@ def _engines(topology: Topology) -> Iterable[Hit]:
             yield Hit(text, f"replicas[{i}].engine", r.name)
 
 
-def _remote(topology: Topology) -> Iterable[Hit]:
-    for host in topology.hosts.values():
-        if host.ssh is not None:
-            text = f'host "{host.name}": remote hosts come with the next version'
-            yield Hit(text, f"hosts.{host.name}.ssh")
-
-
 def _transport(kind: Transport) -> Callable[[Topology], Iterable[Hit]]:
     def find(topology: Topology) -> Iterable[Hit]:
         if topology.handoff.transport is not kind:
@@ -77,7 +70,6 @@ def ordinary_replicas(topology: Topology) -> int:
 
 LIMITS: tuple[Limit, ...] = (
     Limit("engine", _engines, 'write engine = "mlx"'),
-    Limit("ssh", _remote, 'leave "ssh" away: the replicas then run on this machine'),
     Limit("transport", _transport(Transport.NATIVE), 'write transport = "auto"'),
     Limit("transport", _transport(Transport.NIXL), 'write transport = "auto"'),
     Limit(

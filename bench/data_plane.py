@@ -27,6 +27,7 @@ import argparse
 import datetime
 import json
 import multiprocessing
+import os
 import platform
 import secrets
 import socket
@@ -321,6 +322,7 @@ def main() -> int:
         "target_ratio": TARGET_RATIO,
         "cpu": cpu_model(),
         "cpus": multiprocessing.cpu_count(),
+        "load_1m": round(os.getloadavg()[0], 2),
         "system": platform.platform(),
         "python": platform.python_version(),
         "versions": {name: version(name) for name in PACKAGES},

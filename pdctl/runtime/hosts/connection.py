@@ -5,40 +5,28 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import itertools
+import logging
 import os
 import selectors
-import signal
-import subprocess
 import threading
-import time
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 from pdctl import __version__
 from pdctl.errors import HostError
-from pdctl.runtime import process
 from pdctl.runtime.hosts import ssh, wire
-from pdctl.runtime.hosts.operations import OPERATIONS, failed, pack, unpack
+from pdctl.runtime.hosts.operations import OPERATIONS, pack
+from pdctl.runtime.hosts.pending import Call, Calls, Trips, again
+from pdctl.runtime.hosts.tunnel import END_S, Tunnel
 from pdctl.topology.model import Host
 from pdctl.trace import monotonic_s
 
 HELLO_S = 20.0
 """On top of ssh's own time to connect: authentication, the remote shell, Python's start."""
 FIRST_PINGS = 5
+log = logging.getLogger("pdctl.hosts")
+
 _TICK_S = 0.5
-_KEPT_STDERR_BYTES = 8 << 10
-_KEPT_TRIPS = 12
-_END_S = 1.0
-"""For each step of ending: by itself, then killed."""
-
-
-class _Call:
-    def __init__(self, answer: Any, progress: Callable[[int, int], None] | None) -> None:
-        self.future: concurrent.futures.Future[Any] = concurrent.futures.Future()
-        self.kind = answer
-        self.progress = progress
-        self.heard_s = monotonic_s()
 
 
 class Connection:
@@ -69,20 +57,19 @@ class Connection:
         self._hello_until_s = monotonic_s() + hello_s
         self._silence_s = silence_s
         self._closing = False
-        self._lock = threading.Lock()
-        self._calls: dict[int, _Call] = {}
+        self._calls = Calls(host.name)
+        self._trips = Trips()
         self._ids = itertools.count(1)
-        self._pings: dict[int, tuple[float, threading.Event]] = {}
-        self._trips: deque[tuple[float, float]] = deque(maxlen=_KEPT_TRIPS)
-        self._stderr = b""
         self._opening = wire.Opening()
-        self._process = self._start(argv)
-        assert self._process.stdin is not None
-        self._out = wire.Outgoing(os.dup(self._process.stdin.fileno()))
-        self._process.stdin.close()
-        self._stderr_thread = threading.Thread(target=self._listen, daemon=True)
-        self._reader = threading.Thread(target=self._run, name=f"host-{host.name}", daemon=True)
-        self._stderr_thread.start()
+        try:
+            self._tunnel = Tunnel(argv)
+        except OSError as error:
+            raise ssh.not_started(host, error) from error
+        incoming, outgoing = self._tunnel.descriptors()
+        self._out = wire.Outgoing(outgoing)
+        self._reader = threading.Thread(
+            target=self._run, args=(incoming,), name=f"host-{host.name}", daemon=True
+        )
         self._reader.start()
 
     # -- what is known
@@ -90,21 +77,24 @@ class Connection:
     @property
     def pid(self) -> int:
         """Of the process that leads there, and of its group."""
-        return self._process.pid
+        return self._tunnel.pid
 
     @property
-    def hello(self) -> wire.Hello:
-        return self._hello.result(0)
+    def ending(self) -> bool:
+        """Whether nothing more can be asked, though `lost` may not be set yet."""
+        return self._out.closed
 
     @property
     def round_trip_s(self) -> float | None:
         """The shortest of the latest pings; None before the first."""
-        return min(self._trips)[0] if self._trips else None
+        best = self._trips.best
+        return None if best is None else best[0]
 
     @property
     def clock_offset_s(self) -> float | None:
         """Its clock minus ours, as the ping with the shortest way saw it."""
-        return min(self._trips)[1] if self._trips else None
+        best = self._trips.best
+        return None if best is None else best[1]
 
     # -- use
 
@@ -115,14 +105,14 @@ class Connection:
             HostError: why there is none; or it is another version's. Nothing is left then.
         """
         try:
-            hello = self._hello.result(max(0.0, self._hello_until_s - monotonic_s()) + 5 * _END_S)
+            hello = self._hello.result(max(0.0, self._hello_until_s - monotonic_s()) + 5 * END_S)
             if hello.pdctl_version != __version__:
                 raise ssh.other_version(self._host, hello.pdctl_version)
             for _ in range(FIRST_PINGS):
                 self._ping().wait(wire.PING_S)
         except TimeoutError:
             self.close()
-            raise ssh.explain(self._host, None, self._said()) from None
+            raise ssh.explain(self._host, None, self._tunnel.said()) from None
         except BaseException:
             self.close()
             raise
@@ -150,8 +140,7 @@ class Connection:
             except TimeoutError:
                 if left_s > 0:
                     continue
-            with self._lock:
-                self._calls.pop(request, None)
+            self._calls.forget(request)
             raise HostError(
                 f'host "{self._host.name}": no answer to {operation} within {patience_s:g} s'
             )
@@ -164,10 +153,10 @@ class Connection:
         """Ends the far end and the process; bounded. Calls in flight fail. Idempotent."""
         self._closing = True
         self._out.close()
-        self._reader.join(_END_S)
+        self._reader.join(END_S)
         if self._reader.is_alive():
-            self._kill()
-            self._reader.join(2 * _END_S)
+            self._tunnel.kill()
+            self._reader.join(2 * END_S)
 
     # -- sending
 
@@ -178,78 +167,49 @@ class Connection:
         progress: Callable[[int, int], None] | None,
         *,
         wait: bool,
-    ) -> tuple[int, _Call]:
-        call = _Call(OPERATIONS[operation].answer, progress)
+    ) -> tuple[int, Call]:
+        call = Call(OPERATIONS[operation].answer, progress)
         request = next(self._ids)
-        with self._lock:
-            if self.lost.is_set():
-                raise self._again()
-            self._calls[request] = call
         message = wire.Request(id=request, operation=operation, body=pack(arguments))
+        self._calls.add(request, call)
         try:
             self._out.send(message, wait=wait)
         except BrokenPipeError:
-            self.lost.wait(5 * _END_S)
-            raise self._again() from None
+            if wait:
+                self.lost.wait(5 * END_S)
+            self._calls.forget(request)
+            raise again(self.cause or self._closed()) from None
         call.heard_s = monotonic_s()
         return request, call
 
-    def _again(self) -> HostError:
-        """The cause, for one more caller."""
-        cause = self.cause or HostError(f'host "{self._host.name}": the connection is closed')
-        return HostError(cause.message, hint=cause.hint)
+    def _closed(self) -> HostError:
+        return HostError(f'host "{self._host.name}": the connection is closed')
 
     def _ping(self) -> threading.Event:
         seq = next(self._ids)
-        answered = threading.Event()
-        with self._lock:
-            if self.lost.is_set():
-                answered.set()
-                return answered
-            self._pings[seq] = (time.monotonic(), answered)
+        answered = self._trips.begin(seq)
         with contextlib.suppress(BrokenPipeError):
             self._out.send(wire.Ping(seq=seq), wait=False)
         return answered
 
     # -- its own threads
 
-    def _start(self, argv: tuple[str, ...]) -> subprocess.Popen[bytes]:
-        environment = {**os.environ, **ssh.ENVIRONMENT}
-        environment.pop(process.ACTOR_KEY_ENV, None)
-        try:
-            return subprocess.Popen(
-                argv,
-                env=environment,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise ssh.not_started(self._host, error) from error
-
-    def _listen(self) -> None:
-        assert self._process.stderr is not None
-        with self._process.stderr as stream, contextlib.suppress(OSError):
-            while chunk := os.read(stream.fileno(), 1 << 12):
-                self._stderr = (self._stderr + chunk)[-_KEPT_STDERR_BYTES:]
-
-    def _said(self) -> str:
-        return self._stderr.decode(errors="replace")
-
-    def _run(self) -> None:
-        assert self._process.stdout is not None
+    def _run(self, incoming: int) -> None:
         wrong: str | None = None
-        with self._process.stdout as stream:
-            try:
-                wrong = self._read(stream.fileno())
-            except wire.Garbled as error:
-                wrong = str(error)
-            self._finish(wrong)
+        try:
+            wrong = self._read(incoming)
+        except wire.Garbled as error:
+            wrong = str(error)
+        except Exception as error:  # whoever waits must hear of it, whatever it is
+            log.exception("host=%s", self._host.name)
+            wrong = f"unexpected {type(error).__name__}"
+        finally:
+            os.close(incoming)
+        self._finish(wrong)
 
     def _read(self, descriptor: int) -> str | None:
         """Until the end; why it is one, where that is not "end of file"."""
-        incoming = wire.Incoming(self._heard_of)
+        incoming = wire.Incoming(self._calls.heard)
         opened = False
         heard_s = pinged_s = monotonic_s()
         with selectors.DefaultSelector() as selector:
@@ -277,12 +237,6 @@ class Connection:
                     pinged_s = now_s
                     self._ping()
 
-    def _heard_of(self, request: int) -> None:
-        with self._lock:
-            call = self._calls.get(request)
-        if call is not None:
-            call.heard_s = monotonic_s()
-
     def _take(self, message: wire.Any) -> None:
         match message:
             case wire.Hello():
@@ -290,89 +244,42 @@ class Connection:
                     raise wire.Garbled("a second Hello")
                 self._hello.set_result(message)
             case wire.Pong():
-                self._measure(message)
+                self._trips.finish(message)
             case wire.Progress():
-                self._heard_of(message.id)
-                with self._lock:
-                    call = self._calls.get(message.id)
+                call = self._calls.heard(message.id)
                 if call is not None and call.progress is not None:
                     call.progress(message.done, message.whole)
             case wire.Answer() | wire.Failure():
-                with self._lock:
-                    call = self._calls.pop(message.id, None)
-                if call is not None:
-                    self._settle(call, message)
+                self._calls.settle(message)
             case _:
                 raise wire.Garbled(f"a {type(message).__name__} from the far end")
-
-    def _settle(self, call: _Call, message: wire.Answer | wire.Failure) -> None:
-        if not call.future.set_running_or_notify_cancel():
-            return
-        if isinstance(message, wire.Failure):
-            call.future.set_exception(failed(self._host.name, message))
-            return
-        try:
-            call.future.set_result(unpack(message.body, call.kind))
-        except ValueError as error:  # msgspec's: the far end is not what it says
-            name = self._host.name
-            call.future.set_exception(HostError(f'host "{name}": an answer is garbled: {error}'))
-
-    def _measure(self, pong: wire.Pong) -> None:
-        now_s, clock_s = time.monotonic(), time.time()
-        with self._lock:
-            sent = self._pings.pop(pong.seq, None)
-        if sent is not None:
-            trip_s = now_s - sent[0]
-            self._trips.append((trip_s, pong.clock_s - (clock_s - trip_s / 2)))
-            sent[1].set()
 
     # -- the end
 
     def _finish(self, wrong: str | None) -> None:
         """Ends the process, then everything that waits for it."""
         self._out.close()
-        returncode = self._reap(at_once=wrong is not None)
-        self._stderr_thread.join(_END_S)
+        returncode = self._tunnel.reap(at_once=wrong is not None)
         self.cause = self._explain(wrong, returncode)
-        with self._lock:
-            self.lost.set()
-            calls, self._calls = self._calls, {}
-            pings, self._pings = self._pings, {}
-        for _, answered in pings.values():
-            answered.set()
-        for call in calls.values():
-            if call.future.set_running_or_notify_cancel():
-                call.future.set_exception(self._again())
+        self._calls.end(self.cause)
+        self._trips.end()
+        self.lost.set()
         if not self._hello.done():
             self._hello.set_exception(self.cause)
         elif self.on_lost is not None and not self._closing:
             self.on_lost(self.cause)
 
-    def _reap(self, *, at_once: bool) -> int | None:
-        """Its own exit code; None where it had to be ended."""
-        if not at_once:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                return self._process.wait(_END_S)
-        self._kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_END_S)
-        return None
-
-    def _kill(self) -> None:
-        """The process and what it started to get there (a jump host's ssh, say)."""
-        if self._process.poll() is None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-
     def _explain(self, wrong: str | None, returncode: int | None) -> HostError:
-        name = self._host.name
+        name, said = self._host.name, self._tunnel.said()
         if self._closing:
-            return HostError(f'host "{name}": the connection is closed')
+            return self._closed()
         if not self._hello.done():
             noise = self._opening.noise.decode(errors="replace")
             wrong = wrong or "its output ended"
-            return ssh.explain(self._host, returncode, self._said(), noise=noise, wrong=wrong)
-        said = [line.strip() for line in self._said().splitlines() if line.strip()]
+            return ssh.explain(
+                self._host, returncode, self._tunnel.said(), noise=noise, wrong=wrong
+            )
+        said = [line.strip() for line in self._tunnel.said().splitlines() if line.strip()]
         why = wrong or (said[-1] if said else "it ended")
         return HostError(
             f'host "{name}": the connection was lost ({why})',

@@ -85,7 +85,8 @@ class FarEnd:
             children = [c for c in psutil.Process().children() if c.pid not in self._spawned]
             for child in children:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(child.pid, signal.SIGKILL)
+                    leads = os.getpgid(child.pid) == child.pid
+                    (os.killpg if leads else os.kill)(child.pid, signal.SIGKILL)
             psutil.wait_procs(children, timeout=_END_S)
 
     def _take(self, message: wire.Any) -> None:

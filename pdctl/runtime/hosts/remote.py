@@ -10,7 +10,7 @@ from typing import Any
 from pdctl.engines.interface import Command
 from pdctl.errors import HostError
 from pdctl.runtime.hosts.connection import Connection
-from pdctl.runtime.hosts.interface import Completed, Listener, Mark
+from pdctl.runtime.hosts.interface import Completed, Listener, Mark, Slice
 from pdctl.runtime.hosts.survey import (
     Binding,
     CheckpointRead,
@@ -30,6 +30,7 @@ FACTS_S = 60.0
 HASHING_S = 120.0
 """Between two signs of progress."""
 ROUTE_S = 90.0
+ENDING_S = 5.0
 WAIT_FOR_CONNECT_S = 120.0
 
 
@@ -59,7 +60,7 @@ class RemoteHost:
     @property
     def connected(self) -> bool:
         latest = self._latest
-        return latest is not None and latest.round_trip_s is not None and not latest.lost.is_set()
+        return latest is not None and latest.round_trip_s is not None and not latest.ending
 
     @property
     def lost(self) -> threading.Event | None:
@@ -111,6 +112,9 @@ class RemoteHost:
             attempt.set_result(connection)
 
     def _open(self) -> Connection:
+        before = self._latest
+        if before is not None and not before.lost.wait(ENDING_S):
+            before.close()  # it may hold the ports of the forwards
         connection = self._connect()
         connection.on_lost = self._dropped
         with self._lock:
@@ -163,6 +167,10 @@ class RemoteHost:
     def read(self, path: str, *, max_bytes: int = 1 << 20) -> bytes | None:
         content: bytes | None = self._call("read", path, max_bytes)
         return content
+
+    def slice(self, path: str, start: int, max_bytes: int) -> Slice:
+        part: Slice = self._call("slice", path, start, max_bytes)
+        return part
 
     def write(self, path: str, content: bytes) -> None:
         self._call("write", path, content)

@@ -131,7 +131,7 @@ class Incoming:
         on_part: told of every part, with its request's id.
     """
 
-    def __init__(self, on_part: Callable[[int], None] = lambda _: None) -> None:
+    def __init__(self, on_part: Callable[[int], object] = lambda _: None) -> None:
         self._on_part = on_part
         self._rest = bytearray()
         self._parts: dict[int, bytearray] = {}
@@ -210,6 +210,10 @@ class Outgoing:
                 self._queue.append(frame)
                 self._queued += len(frame)
                 self._changed.notify_all()
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
 
     def close(self) -> None:
         """Sends what is queued, then closes the descriptor. Does not wait."""

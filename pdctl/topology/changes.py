@@ -182,7 +182,8 @@ def _forwarded(before: Declared, after: Declared) -> Iterator[Change]:
     old = {(r.name, r.host): r.http_port for r in before.plan.replicas}
     for new in after.plan.replicas:
         was = old.get((new.name, new.host))
-        if new.route_port is not None and was != new.http_port:
+        known = new.host in before.plan.agent_ports
+        if known and new.route_port is not None and was != new.http_port:
             place = "nothing" if was is None else f"port {was}"
             yield Change(
                 field=f"{new.name} on {new.host}", before=place, after=f"port {new.http_port}"

@@ -191,6 +191,19 @@ def test_other_hosts_are_refused() -> None:
     assert (found.removed, found.added) == (("d0",), ("d0",))
 
 
+def test_a_new_way_to_an_engine_on_another_host_is_refused() -> None:
+    """The keeper's forwards are laid at launch; what runs there may restart all the same."""
+    base = BASE.replace('python = "/venv', 'address = "10.0.0.1"\npython = "/venv')
+    base = base.replace("[[replicas]]", '[hosts.far]\naddress = "10.0.0.2"\n[[replicas]]', 1)
+    base = base.replace('name = "d0"', 'name = "d0"\nhost = "far"')
+    found = changed(add=P1.replace('name = "p1"', 'name = "p1"\nhost = "far"'), text=base)
+    assert fields(found.refused) == ["p1 on far"]
+    found = changed(('role = "decode"', 'role = "decode"\nhttp_port = 9100'), text=base)
+    assert fields(found.refused) == ["d0 on far"]
+    found = changed(('role = "decode"', 'role = "decode"\nenv = { B = "2" }'), text=base)
+    assert (found.refused, list(found.restarted)) == ((), ["d0"])
+
+
 def test_a_replica_that_an_interrupted_change_left_is_started_again() -> None:
     before = declared(BASE)
     found = changes(before, declared(BASE, before=before), unsettled=["d0"])

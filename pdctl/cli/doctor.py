@@ -12,14 +12,8 @@ import typer
 from pdctl.cli import render
 from pdctl.cli.arguments import Cluster
 from pdctl.runtime.checks.ground import Ground
-from pdctl.runtime.doctor import (
-    Findings,
-    HostFound,
-    PairFound,
-    diagnose,
-    exit_code,
-    of_bad_file,
-)
+from pdctl.runtime.doctor import diagnose, exit_code, of_bad_file
+from pdctl.runtime.findings import Findings, HostFound, PairFound
 from pdctl.runtime.hosts.reach import Hosts
 from pdctl.runtime.state import own_plan, own_ports, running
 from pdctl.runtime.validation import check_file

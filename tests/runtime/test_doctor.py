@@ -15,7 +15,8 @@ from tiny import make_checkpoint
 from pdctl import __version__
 from pdctl.runtime.checks import links
 from pdctl.runtime.checks.ground import Ground
-from pdctl.runtime.doctor import Findings, diagnose, exit_code
+from pdctl.runtime.doctor import diagnose, exit_code
+from pdctl.runtime.findings import Findings
 from pdctl.runtime.outcome import Silent
 from pdctl.topology.load import loads
 

@@ -276,11 +276,9 @@ class Connection:
         if not self._hello.done():
             noise = self._opening.noise.decode(errors="replace")
             wrong = wrong or "its output ended"
-            return ssh.explain(
-                self._host, returncode, self._tunnel.said(), noise=noise, wrong=wrong
-            )
-        said = [line.strip() for line in self._tunnel.said().splitlines() if line.strip()]
-        why = wrong or (said[-1] if said else "it ended")
+            return ssh.explain(self._host, returncode, said, noise=noise, wrong=wrong)
+        lines = [line.strip() for line in said.splitlines() if line.strip()]
+        why = wrong or (lines[-1] if lines else "it ended")
         return HostError(
             f'host "{name}": the connection was lost ({why})',
             hint="`pdctl doctor` tests the way to it",

@@ -163,6 +163,28 @@ def test_a_jump_host_leads_on(far: sshd.Machines) -> None:
 
 
 @pytest.mark.ssh
+def test_a_users_own_master_is_used_and_left_alone(far: sshd.Machines) -> None:
+    """ControlMaster of the user's configuration: no connection of ours, and none becomes one."""
+    path = far.folder / "master"
+    with far.config.open("a") as config:
+        config.write(
+            f"Host shared\n  HostName 127.0.0.1\n  Port {far['gpu1'].port}\n  ControlMaster auto\n"
+            f"  HostKeyAlias [127.0.0.1]:{far['gpu1'].port}\n  ControlPath {path}\n"
+        )
+    host = far["gpu1"].host(ssh="shared")
+    with reach(host) as hosts:
+        assert hosts["gpu1"].read("/no-such-file") is None
+    assert not path.exists()
+    with subprocess.Popen(["ssh", "-N", "shared"], start_new_session=True) as master:
+        until("the master listens", path.exists)
+        with reach(host) as hosts:
+            assert hosts["gpu1"].read("/no-such-file") is None
+            assert len([p for p in far["gpu1"].sessions() if p.name() == "sshd"]) <= 2
+        assert master.poll() is None
+        master.terminate()
+
+
+@pytest.mark.ssh
 def test_an_unknown_host_is_refused(far: sshd.Machines) -> None:
     """Nobody is trusted for being there first: the hint is to compare its key by hand."""
     far.known_hosts.write_text("")

@@ -157,6 +157,26 @@ def test_hashing_there_shows_its_progress(tmp_path: Path, monkeypatch: pytest.Mo
     far.close()
 
 
+def test_a_reporter_that_fails_ends_the_call_not_the_caller(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is passed in may raise: whoever waits hears of it, and the next call connects anew."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    far = remote()
+    made = make_checkpoint(tmp_path / "m", "llama")
+    read = far.survey.checkpoint(str(made))
+    assert read.checkpoint is not None
+
+    def fail(done: int, whole: int) -> None:
+        raise RuntimeError("no terminal")
+
+    with pytest.raises(HostError, match="unexpected RuntimeError"):
+        far.survey.fingerprint(str(made), read.checkpoint, fail)
+    assert "no terminal" in caplog.text
+    assert far.read("/no-such-file") is None
+    far.close()
+
+
 def test_twenty_calls_at_once_use_one_connection(far: RemoteHost) -> None:
     """They share one attempt to connect, and none waits for another."""
     command = Command(argv=("sh", "-c", "echo $PPID"))

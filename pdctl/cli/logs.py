@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import anyio
 import typer
 
+from pdctl.cli import render
 from pdctl.cli.arguments import Cluster, ProcessNames
 from pdctl.cli.launch_view import Prefixes
 from pdctl.errors import UsageError
-from pdctl.runtime.logs import Selection, follow, parse_pattern, parse_since, read, sizes
+from pdctl.runtime.keeper import hosts_of
+from pdctl.runtime.log_places import cluster_logs, local_logs, log_hosts
+from pdctl.runtime.logs import Log, Selection, follow, parse_pattern, parse_since, read, sizes
 from pdctl.runtime.state import StateDir, resolve
+
+T = TypeVar("T")
 
 
 def logs(
@@ -40,21 +45,28 @@ def logs(
     selection = Selection(
         tail=tail, since=parse_since(since) if since is not None else None, pattern=pattern
     )
-    wanted = _chosen(resolve(topology), replicas or [])
+    state = resolve(topology)
+    record = state.read()
+    with contextlib.ExitStack() as stack:
+        if record is None:
+            wanted = _chosen(state, local_logs(state), replicas or [])
+        else:
+            hosts = stack.enter_context(hosts_of(record))
+            _chosen(state, {**log_hosts(record), **local_logs(state)}, replicas or [])
+            wanted = cluster_logs(state, record, hosts, replicas, missing=_tell_missing)
+        _show(wanted, selection, keep_on=keep_on)
+
+
+def _show(wanted: Mapping[str, Log], selection: Selection, *, keep_on: bool) -> None:
     prefixes = Prefixes(list(wanted))
     ends = sizes(wanted)
     for line in read(wanted, selection, ends):
         prefixes.show(line.name, line.text)
     if keep_on:
-        anyio.run(partial(_follow, wanted, ends, prefixes, pattern))
+        anyio.run(partial(_follow, wanted, ends, prefixes, selection.pattern))
 
 
-def _chosen(state: StateDir, names: list[str]) -> dict[str, Path]:
-    present = {path.stem: path for path in sorted(state.logs.glob("*.log"))}
-    record = state.read()
-    if record is not None:
-        known = [r.name for r in record.plan.replicas] + ["router"]
-        present = {**{name: state.log(name) for name in known}, **present}
+def _chosen(state: StateDir, present: Mapping[str, T], names: list[str]) -> dict[str, T]:
     if not present:
         raise UsageError(f'cluster "{state.path.name}" has no logs', hint="`pdctl up` launches it")
     unknown = [name for name in names if name not in present]
@@ -62,14 +74,21 @@ def _chosen(state: StateDir, names: list[str]) -> dict[str, Path]:
         raise UsageError(
             f'there is no log of "{unknown[0]}"', hint=f"there is {', '.join(present)}"
         )
-    return {name: present[name] for name in names} if names else present
+    return {name: present[name] for name in names or present}
+
+
+def _tell_missing(why: str) -> None:
+    render.stderr().print(f"its logs are left out: {why}", soft_wrap=True)
 
 
 async def _follow(
-    logs: Mapping[str, Path],
+    logs: Mapping[str, Log],
     starts: Mapping[str, int],
     prefixes: Prefixes,
     pattern: re.Pattern[str] | None,
 ) -> None:
-    async for line in follow(logs, pattern=pattern, starts=starts):
+    def missing(name: str, why: str) -> None:
+        render.stderr().print(f"{name}: {why}", soft_wrap=True)
+
+    async for line in follow(logs, pattern=pattern, starts=starts, missing=missing):
         prefixes.show(line.name, line.text)

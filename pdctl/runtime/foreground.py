@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import errno
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from functools import partial
 
 import anyio
 
-from pdctl.errors import ClusterError
+from pdctl.errors import ClusterError, HostError
 from pdctl.runtime import lock, process
 from pdctl.runtime.events import Emit
 from pdctl.runtime.hosts.interface import RuntimeHost
 from pdctl.runtime.interruption import Interruption
-from pdctl.runtime.keeper import hosts_of
+from pdctl.runtime.keeper import hosts_of, in_thread
 from pdctl.runtime.launch import launch
-from pdctl.runtime.logs import Line, follow, sizes
+from pdctl.runtime.log_places import cluster_logs
+from pdctl.runtime.logs import Line, Log, follow, sizes
 from pdctl.runtime.state import ClusterRecord, StateDir
 from pdctl.runtime.teardown import take_down
 from pdctl.trace import monotonic_s
@@ -24,6 +25,8 @@ from pdctl.trace import monotonic_s
 ELSEWHERE_S = 120.0
 """For another command to finish what it does to this cluster."""
 LOOK_EVERY_S = 0.2
+FAR_LOOK_EVERY_S = 2.0
+"""Between two looks at a keeper behind SSH."""
 GONE = frozenset({errno.EPIPE, errno.EIO})
 """What writing to a closed pipe, and to a closed terminal, comes to."""
 
@@ -86,38 +89,36 @@ class Session:
                         hosts=hosts,
                     )
                     self.locked.close()
-                    logs = self._logs(record)
+                    skipped = partial(self._unseen, record.cluster)
+                    logs = cluster_logs(self.state, record, hosts, missing=skipped)
                     ends = sizes(logs)
                     with self._shown():
                         self.ready(record)
                     if detach:
                         return ()
                     if not self.unread:
-                        await self._attend(record, logs, ends)
+                        await self._attend(_keeper_gone(record, hosts), logs, ends)
                 return await self._end(record, hosts)
 
-    def _logs(self, record: ClusterRecord) -> dict[str, Path]:
-        names = [r.name for r in record.plan.replicas]
-        names += ["router", *(f"agent-{host}" for host in record.agents)]
-        return {name: self.state.log(name) for name in names}
-
     async def _attend(
-        self, record: ClusterRecord, logs: Mapping[str, Path], ends: Mapping[str, int]
+        self, gone: Awaitable[None], logs: Mapping[str, Log], ends: Mapping[str, int]
     ) -> None:
-        """Shows what the logs grow by beyond `ends`, until the agent has gone, or for ever."""
-        agent = record.agents[record.plan.router_host].mark
+        """Shows what the logs grow by beyond `ends`, until the keeper has `gone`, or for ever."""
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._follow, logs, ends, tasks.cancel_scope)
-            await process.wait_exit(agent)
+            await gone
             tasks.cancel_scope.cancel()
 
     async def _follow(
-        self, logs: Mapping[str, Path], ends: Mapping[str, int], attending: anyio.CancelScope
+        self, logs: Mapping[str, Log], ends: Mapping[str, int], attending: anyio.CancelScope
     ) -> None:
         with self._shown():
-            async for line in follow(logs, starts=ends):
+            async for line in follow(logs, starts=ends, missing=self._unseen):
                 self.show(line)
         attending.cancel()
+
+    def _unseen(self, name: str, why: str) -> None:
+        self.show(Line(name=name, text=f"(not shown for now: {why})"))
 
     @contextlib.contextmanager
     def _shown(self) -> Iterator[None]:
@@ -148,6 +149,20 @@ class Session:
                 hint=f"its log is {self.state.log(f'agent-{record.plan.router_host}')}",
             )
         return left
+
+
+async def _keeper_gone(record: ClusterRecord, hosts: Mapping[str, RuntimeHost]) -> None:
+    """Until the keeper and its watchdog have ended. A host that can't be reached for now says
+    nothing of that."""
+    name = record.plan.router_host
+    mark = record.agents[name].mark
+    if record.topology.hosts[name].ssh is None:
+        return await process.wait_exit(mark)
+    while True:
+        with contextlib.suppress(HostError):
+            if not await in_thread(hosts[name].alive, mark):
+                return
+        await anyio.sleep(FAR_LOOK_EVERY_S)
 
 
 @contextlib.asynccontextmanager

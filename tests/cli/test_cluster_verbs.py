@@ -9,6 +9,7 @@ import signal
 import subprocess
 from typing import Any
 
+import psutil
 import pytest
 from cli.shell import PDCTL, TIMEOUT_S, Shell
 
@@ -196,14 +197,33 @@ def test_the_foreground_stops_everything_when_its_agent_dies(shell: Shell) -> No
 
 
 def test_ps_and_down_without_an_agent(shell: Shell) -> None:
-    """U26: after kill -9 of the agent, ps says so and down still leaves nothing."""
+    """U26: after kill -9 of the agent with its watchdog, ps says so and down leaves nothing."""
     shell("up", shell.file, "-d")
-    os.kill(shell.record().agents["local"].mark.pid, signal.SIGKILL)
+    os.killpg(shell.record().agents["local"].mark.pid, signal.SIGKILL)
     out, err = shell("ps", shell.name, "--json")
     found = json.loads(out)
     assert "does not answer" in err
     assert found["phase"] == "agent lost"
     assert {r["state"] for r in found["replicas"]} == {"unsupervised"}
+    shell("down", shell.name)
+    shell.assert_down()
+
+
+def test_a_killed_agent_is_back_by_itself(shell: Shell) -> None:
+    """U35: its watchdog starts another, which takes replicas and router over as they run."""
+    shell("up", shell.file, "-d")
+    watchdog = shell.record().agents["local"].mark
+    before = shell.ps()
+    (agent,) = psutil.Process(watchdog.pid).children()
+    agent.kill()
+    agent.wait(10)
+    assert shell.ask().status_code == 200
+    shell.until("a new agent answers", lambda: shell.ps()["phase"] == "running")
+    shell.until("all is ready", lambda: all(r["state"] == "ready" for r in shell.ps()["replicas"]))
+    after = shell.ps()
+    assert [r["pid"] for r in after["replicas"]] == [r["pid"] for r in before["replicas"]]
+    assert after["router"]["pid"] == before["router"]["pid"]
+    assert shell.ask().status_code == 200
     shell("down", shell.name)
     shell.assert_down()
 

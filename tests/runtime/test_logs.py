@@ -7,8 +7,19 @@ from pathlib import Path
 import anyio
 import pytest
 
-from pdctl.errors import UsageError
-from pdctl.runtime.logs import Line, Selection, follow, parse_pattern, parse_since, read, sizes
+from pdctl.errors import HostError, UsageError
+from pdctl.runtime.hosts.interface import Slice
+from pdctl.runtime.hosts.local import LocalHost
+from pdctl.runtime.logs import (
+    Line,
+    Log,
+    Selection,
+    follow,
+    parse_pattern,
+    parse_since,
+    read,
+    sizes,
+)
 
 NOW = datetime(2026, 1, 31, 12, 0, 0)
 
@@ -23,17 +34,21 @@ before any time
 
 
 @pytest.fixture
-def logs(tmp_path: Path) -> dict[str, Path]:
+def logs(tmp_path: Path) -> dict[str, Log]:
     (tmp_path / "p0.log").write_text(LOG)
     (tmp_path / "d0.log").write_bytes(b"only \xff line\n")
-    return {name: tmp_path / f"{name}.log" for name in ("p0", "d0", "router")}
+    return {name: log(tmp_path / f"{name}.log") for name in ("p0", "d0", "router")}
 
 
-def texts(logs: dict[str, Path], name: str, selection: Selection) -> list[str]:
+def log(path: Path) -> Log:
+    return Log(host=LocalHost(), path=str(path))
+
+
+def texts(logs: dict[str, Log], name: str, selection: Selection) -> list[str]:
     return [line.text for line in read(logs, selection) if line.name == name]
 
 
-def test_every_line_comes_with_its_name(logs: dict[str, Path]) -> None:
+def test_every_line_comes_with_its_name(logs: dict[str, Log]) -> None:
     """Whole logs, undecodable bytes replaced, and one that does not exist is empty."""
     assert texts(logs, "p0", Selection()) == LOG.splitlines()
     assert texts(logs, "d0", Selection()) == ["only \N{REPLACEMENT CHARACTER} line"]
@@ -41,7 +56,7 @@ def test_every_line_comes_with_its_name(logs: dict[str, Path]) -> None:
 
 
 @pytest.mark.parametrize("count", range(8))
-def test_tail_is_of_each_log(logs: dict[str, Path], count: int) -> None:
+def test_tail_is_of_each_log(logs: dict[str, Log], count: int) -> None:
     """At most so many of the last lines; none for 0."""
     expected = LOG.splitlines()[-count:] if count else []
     assert texts(logs, "p0", Selection(tail=count)) == expected
@@ -51,17 +66,17 @@ def test_tail_reads_long_logs_from_their_end(tmp_path: Path) -> None:
     """A log of many blocks gives exactly its last lines."""
     path = tmp_path / "p0.log"
     path.write_text("".join(f"{i} {'x' * 200}\n" for i in range(5000)))
-    found = texts({"p0": path}, "p0", Selection(tail=700))
+    found = texts({"p0": log(path)}, "p0", Selection(tail=700))
     assert [int(line.split()[0]) for line in found] == list(range(4300, 5000))
 
 
-def test_since_goes_by_the_times_in_the_lines(logs: dict[str, Path]) -> None:
+def test_since_goes_by_the_times_in_the_lines(logs: dict[str, Log]) -> None:
     """A line without a time belongs to the one before it; those before any time are old."""
     since = datetime(2026, 1, 31, 11, 30)
     assert texts(logs, "p0", Selection(since=since)) == LOG.splitlines()[3:]
 
 
-def test_grep_and_tail_combine(logs: dict[str, Path]) -> None:
+def test_grep_and_tail_combine(logs: dict[str, Log]) -> None:
     """The pattern first, then the last of what it found."""
     selection = Selection(tail=1, pattern=re.compile("INFO"))
     assert texts(logs, "p0", selection) == ["2026-01-31T11:30:00 INFO two"]
@@ -109,7 +124,7 @@ async def test_follow_gives_whole_lines_as_they_come(tmp_path: Path) -> None:
         async with anyio.create_task_group() as tasks:
 
             async def collect() -> None:
-                async for line in follow({"p0": p0, "d0": d0}):
+                async for line in follow({"p0": log(p0), "d0": log(d0)}):
                     seen.append(line)  # noqa: PERF401
 
             tasks.start_soon(collect)
@@ -129,13 +144,48 @@ async def test_follow_gives_whole_lines_as_they_come(tmp_path: Path) -> None:
 @pytest.mark.anyio
 async def test_reading_then_following_misses_and_repeats_nothing(tmp_path: Path) -> None:
     """A line that is written between the two is shown once, by the second."""
-    logs = {"p0": tmp_path / "p0.log"}
-    logs["p0"].write_text("one\n")
+    path = tmp_path / "p0.log"
+    logs = {"p0": log(path)}
+    path.write_text("one\n")
     ends = sizes(logs)
-    with logs["p0"].open("a") as file:
+    with path.open("a") as file:
         file.write("two\n")
     assert [line.text for line in read(logs, Selection(), ends)] == ["one"]
     with anyio.fail_after(10):
         async for line in follow(logs, starts=ends):
             assert line.text == "two"
             break
+
+
+class AwayHost(LocalHost):
+    """This machine, behind a connection that is away for a while."""
+
+    away = False
+
+    def slice(self, path: str, start: int, max_bytes: int) -> Slice:
+        if self.away:
+            raise HostError('host "far": the connection is lost')
+        return super().slice(path, start, max_bytes)
+
+
+@pytest.mark.anyio
+async def test_a_host_that_was_away_is_read_on(tmp_path: Path) -> None:
+    """It is said once, and lines that were written meanwhile come when it is back."""
+    path = tmp_path / "p0.log"
+    path.touch()
+    host = AwayHost()
+    told: list[tuple[str, str]] = []
+
+    def missing(name: str, why: str) -> None:
+        told.append((name, why))
+        path.write_text("meanwhile\n")
+        host.away = False
+
+    logs = {"p0": Log(host=host, path=str(path), far=True)}
+    starts = sizes(logs)
+    host.away = True
+    with anyio.fail_after(10):
+        async for line in follow(logs, starts=starts, missing=missing):
+            assert line.text == "meanwhile"
+            break
+    assert told == [("p0", 'host "far": the connection is lost')]

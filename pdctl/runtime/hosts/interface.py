@@ -1,4 +1,4 @@
-"""The seam between pdctl and a host: ten methods, each of which is also one remote command.
+"""The seam between pdctl and a host: its methods, each of which is also one remote command.
 
 All methods block, are bounded, and may be called from any thread. Paths are the host's own;
 `~` is its user's home. Whatever goes wrong on the way is a `HostError` that names the host.
@@ -41,6 +41,14 @@ class Listener(msgspec.Struct, frozen=True, kw_only=True):
     """Unix seconds of that process's start."""
 
 
+class Slice(msgspec.Struct, frozen=True, kw_only=True):
+    """Part of a file that may grow."""
+
+    size: int
+    """Of the whole file, in bytes; 0 where there is none."""
+    content: bytes
+
+
 class RuntimeHost(Protocol):
     name: str
     """As in the topology."""
@@ -74,6 +82,10 @@ class RuntimeHost(Protocol):
 
     def read(self, path: str, *, max_bytes: int = 1 << 20) -> bytes | None:
         """The last `max_bytes` of a file; None when there is none."""
+        ...
+
+    def slice(self, path: str, start: int, max_bytes: int) -> Slice:
+        """At most `max_bytes` of a file from byte `start` on; an absent file is empty."""
         ...
 
     def write(self, path: str, content: bytes) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from pdctl.engines.interface import Command
 from pdctl.errors import HostError
 from pdctl.runtime import process
-from pdctl.runtime.hosts.interface import Completed, Listener, Mark
+from pdctl.runtime.hosts.interface import Completed, Listener, Mark, Slice
 from pdctl.runtime.hosts.local_survey import LocalSurvey
 from pdctl.runtime.hosts.survey import Survey
 from pdctl.runtime.listening import listeners
@@ -82,6 +82,16 @@ class LocalHost:
                 return file.read(max_bytes)
         except FileNotFoundError:
             return None
+        except OSError as error:
+            raise self._failed(path, error) from error
+
+    def slice(self, path: str, start: int, max_bytes: int) -> Slice:
+        try:
+            with Path(path).expanduser().open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                return Slice(size=size, content=os.pread(file.fileno(), max_bytes, start))
+        except FileNotFoundError:
+            return Slice(size=0, content=b"")
         except OSError as error:
             raise self._failed(path, error) from error
 

@@ -12,7 +12,7 @@ import msgspec
 from pdctl import errors
 from pdctl.engines.interface import Command
 from pdctl.errors import HostError, PdctlError
-from pdctl.runtime.hosts.interface import Completed, Listener, Mark
+from pdctl.runtime.hosts.interface import Completed, Listener, Mark, Slice
 from pdctl.runtime.hosts.survey import Binding, CheckpointRead, Dialled, HostFacts
 from pdctl.runtime.hosts.wire import Failure
 from pdctl.topology.checkpoint import Checkpoint
@@ -37,6 +37,7 @@ OPERATIONS: dict[str, Operation] = {
     "marked": Operation(tuple[str], list[Mark]),
     "listeners": Operation(tuple[()], list[Listener]),
     "read": Operation(tuple[str, int], bytes | None),
+    "slice": Operation(tuple[str, int, int], Slice),
     "write": Operation(tuple[str, bytes], None),
     "remove": Operation(tuple[str], None),
     "make_dir": Operation(tuple[str], None),

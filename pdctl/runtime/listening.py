@@ -6,7 +6,7 @@ import contextlib
 
 import psutil
 
-from pdctl.runtime.hosts.interface import Listener
+from pdctl.runtime.hosts.survey import Listener
 
 
 def listeners() -> list[Listener]:

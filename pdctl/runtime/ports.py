@@ -8,8 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import psutil
 
-from pdctl.runtime.hosts.interface import Listener
-from pdctl.runtime.hosts.survey import Binding
+from pdctl.runtime.hosts.survey import Binding, Listener
 from pdctl.runtime.listening import listeners
 from pdctl.topology.diagnostics import Diagnostic
 from pdctl.topology.fields import split_address

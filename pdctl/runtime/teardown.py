@@ -222,7 +222,7 @@ async def _listening(record: ClusterRecord, host: RuntimeHost) -> list[str]:
     while True:
         busy = [
             one
-            for one in await in_thread(host.listeners)
+            for one in await in_thread(host.survey.listeners)
             if one.port in wanted and one.since is not None and one.since >= record.created_at
         ]
         if not busy or monotonic_s() >= until_s:

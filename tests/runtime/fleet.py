@@ -14,10 +14,10 @@ import msgspec
 from pdctl import __version__
 from pdctl.engines.interface import Command, Probe
 from pdctl.errors import HostError
-from pdctl.runtime.hosts.interface import Completed, Listener, RuntimeHost
+from pdctl.runtime.hosts.interface import Completed, RuntimeHost
 from pdctl.runtime.hosts.local import LocalHost
 from pdctl.runtime.hosts.local_survey import LocalSurvey
-from pdctl.runtime.hosts.survey import Binding, Dialled, HostFacts
+from pdctl.runtime.hosts.survey import Binding, Dialled, HostFacts, Listener
 from pdctl.topology.checkpoint import read_checkpoint
 from pdctl.topology.diagnostics import Diagnostic
 from pdctl.topology.digests import DigestCache
@@ -35,6 +35,9 @@ class FleetSurvey(LocalSurvey):
         self._host.asked("facts")
         found = msgspec.structs.replace(super().facts(), boot=f"boot-{self._host.name}")
         return msgspec.structs.replace(found, **self._host.facts)
+
+    def listeners(self) -> list[Listener]:
+        return [Listener(port=port) for port in self._host.listening]
 
     def bindings(self, wanted: tuple[Binding, ...]) -> list[Diagnostic]:
         self._host.asked("bindings")
@@ -86,9 +89,6 @@ class FleetHost(LocalHost):
 
     def real(self, address: tuple[str, int]) -> tuple[str, int]:
         return self.names.get(address[0], address[0]), address[1]
-
-    def listeners(self) -> list[Listener]:
-        return [Listener(port=port) for port in self.listening]
 
     def run(self, command: Command, *, stdin: bytes = b"", timeout_s: float) -> Completed:
         self.asked("run")

@@ -35,7 +35,7 @@ def prepared(folder: Path, **options: Any) -> Iterator[tuple[StateDir, ClusterRe
 def assert_nothing_left(state: StateDir, record: ClusterRecord) -> None:
     """No process, port, socket, key or record; logs only."""
     assert process.marked(record.run) == []
-    listening = {one.port for one in LocalHost().listeners()}
+    listening = {one.port for one in LocalHost().survey.listeners()}
     assert not listening & record.ports("local")
     assert not os.path.exists(record.socket_dir)
     assert [p.name for p in state.path.iterdir()] == ["logs"]

@@ -18,8 +18,10 @@ from pdctl.engines.interface import Command
 from pdctl.errors import HostError
 from pdctl.runtime import process, teardown
 from pdctl.runtime.events import LaunchEvent
-from pdctl.runtime.hosts.interface import Listener, Mark
+from pdctl.runtime.hosts.interface import Mark
 from pdctl.runtime.hosts.local import LocalHost
+from pdctl.runtime.hosts.local_survey import LocalSurvey
+from pdctl.runtime.hosts.survey import Listener
 from pdctl.runtime.state import ClusterRecord, StateDir
 from pdctl.runtime.teardown import take_down
 
@@ -117,16 +119,22 @@ async def test_down_twice_finds_nothing_the_second_time(tmp_path: Path) -> None:
         assert only_logs(state)
 
 
+class OddSurvey(LocalSurvey):
+    def __init__(self, listeners: list[Listener]) -> None:
+        super().__init__()
+        self._listeners = listeners
+
+    def listeners(self) -> list[Listener]:
+        return self._listeners
+
+
 class OddHost(LocalHost):
     """This machine, with faults laid over it."""
 
     def __init__(self, listeners: list[Listener] | None = None, *, deathless: bool = False):
         super().__init__("local")
-        self._listeners = listeners or []
+        self.survey = OddSurvey(listeners or [])
         self._deathless = deathless
-
-    def listeners(self) -> list[Listener]:
-        return self._listeners
 
     def signal(self, mark: Mark, number: int) -> None:
         if not self._deathless:

@@ -12,7 +12,7 @@ from pdctl.topology.plan import Plan
 
 def listening(ground: Ground) -> dict[str, frozenset[int]]:
     """Host → every port that something listens on there now."""
-    return ground.ask(None, lambda host: frozenset(one.port for one in host.listeners()))
+    return ground.ask(None, lambda host: frozenset(one.port for one in host.survey.listeners()))
 
 
 def busy(ground: Ground) -> dict[str, frozenset[int]]:

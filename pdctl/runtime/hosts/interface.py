@@ -31,16 +31,6 @@ class Mark(msgspec.Struct, frozen=True, kw_only=True):
     """Opaque: the boot and the start time in it, as the host's kernel counts them."""
 
 
-class Listener(msgspec.Struct, frozen=True, kw_only=True):
-    """A TCP port that something listens on."""
-
-    port: int
-    pid: int | None = None
-    """None where it belongs to another user."""
-    since: float | None = None
-    """Unix seconds of that process's start."""
-
-
 class Slice(msgspec.Struct, frozen=True, kw_only=True):
     """Part of a file that may grow."""
 
@@ -74,10 +64,6 @@ class RuntimeHost(Protocol):
 
     def marked(self, run: str) -> list[Mark]:
         """This user's processes that carry `PDCTL_RUN=<run>`: everything of one `up`."""
-        ...
-
-    def listeners(self) -> list[Listener]:
-        """Every TCP port that is listened on now."""
         ...
 
     def read(self, path: str, *, max_bytes: int = 1 << 20) -> bytes | None:

@@ -15,10 +15,9 @@ from pathlib import Path
 from pdctl.engines.interface import Command
 from pdctl.errors import HostError
 from pdctl.runtime import process
-from pdctl.runtime.hosts.interface import Completed, Listener, Mark, Slice
+from pdctl.runtime.hosts.interface import Completed, Mark, Slice
 from pdctl.runtime.hosts.local_survey import LocalSurvey
 from pdctl.runtime.hosts.survey import Survey
-from pdctl.runtime.listening import listeners
 
 
 class LocalHost:
@@ -71,9 +70,6 @@ class LocalHost:
 
     def marked(self, run: str) -> list[Mark]:
         return process.marked(run)
-
-    def listeners(self) -> list[Listener]:
-        return listeners()
 
     def read(self, path: str, *, max_bytes: int = 1 << 20) -> bytes | None:
         try:

@@ -9,7 +9,15 @@ from pathlib import Path
 from pdctl.errors import HostError
 from pdctl.runtime.hosts import trial
 from pdctl.runtime.hosts.facts import host_facts
-from pdctl.runtime.hosts.survey import Binding, CheckpointRead, Dialled, HashProgress, HostFacts
+from pdctl.runtime.hosts.survey import (
+    Binding,
+    CheckpointRead,
+    Dialled,
+    HashProgress,
+    HostFacts,
+    Listener,
+)
+from pdctl.runtime.listening import listeners
 from pdctl.runtime.ports import check_bindings, failed_bind
 from pdctl.topology.checkpoint import Checkpoint, read_checkpoint
 from pdctl.topology.diagnostics import Diagnostic
@@ -52,6 +60,9 @@ class LocalSurvey:
     ) -> Fingerprint:
         path = Path(model_dir).expanduser()
         return fingerprint(path, checkpoint, cache=self.cache, progress=progress)
+
+    def listeners(self) -> list[Listener]:
+        return listeners()
 
     def bindings(self, wanted: tuple[Binding, ...]) -> list[Diagnostic]:
         return check_bindings(wanted)

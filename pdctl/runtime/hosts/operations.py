@@ -12,8 +12,8 @@ import msgspec
 from pdctl import errors
 from pdctl.engines.interface import Command
 from pdctl.errors import HostError, PdctlError
-from pdctl.runtime.hosts.interface import Completed, Listener, Mark, Slice
-from pdctl.runtime.hosts.survey import Binding, CheckpointRead, Dialled, HostFacts
+from pdctl.runtime.hosts.interface import Completed, Mark, Slice
+from pdctl.runtime.hosts.survey import Binding, CheckpointRead, Dialled, HostFacts, Listener
 from pdctl.runtime.hosts.wire import Failure
 from pdctl.topology.checkpoint import Checkpoint
 from pdctl.topology.diagnostics import Diagnostic
@@ -35,7 +35,7 @@ OPERATIONS: dict[str, Operation] = {
     "alive": Operation(tuple[Mark], bool),
     "signal": Operation(tuple[Mark, int], None),
     "marked": Operation(tuple[str], list[Mark]),
-    "listeners": Operation(tuple[()], list[Listener]),
+    "survey.listeners": Operation(tuple[()], list[Listener]),
     "read": Operation(tuple[str, int], bytes | None),
     "slice": Operation(tuple[str, int, int], Slice),
     "write": Operation(tuple[str, bytes], None),

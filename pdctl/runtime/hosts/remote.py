@@ -10,13 +10,14 @@ from typing import Any
 from pdctl.engines.interface import Command
 from pdctl.errors import HostError
 from pdctl.runtime.hosts.connection import Connection
-from pdctl.runtime.hosts.interface import Completed, Listener, Mark, Slice
+from pdctl.runtime.hosts.interface import Completed, Mark, Slice
 from pdctl.runtime.hosts.survey import (
     Binding,
     CheckpointRead,
     Dialled,
     HashProgress,
     HostFacts,
+    Listener,
     Survey,
 )
 from pdctl.topology.checkpoint import Checkpoint
@@ -160,10 +161,6 @@ class RemoteHost:
         found: list[Mark] = self._call("marked", run)
         return found
 
-    def listeners(self) -> list[Listener]:
-        found: list[Listener] = self._call("listeners")
-        return found
-
     def read(self, path: str, *, max_bytes: int = 1 << 20) -> bytes | None:
         content: bytes | None = self._call("read", path, max_bytes)
         return content
@@ -253,6 +250,10 @@ class RemoteSurvey:
         found: Fingerprint = self._call(
             "fingerprint", model_dir, checkpoint, patience_s=HASHING_S, progress=progress
         )
+        return found
+
+    def listeners(self) -> list[Listener]:
+        found: list[Listener] = self._call("listeners")
         return found
 
     def bindings(self, wanted: tuple[Binding, ...]) -> list[Diagnostic]:

@@ -1,4 +1,4 @@
-"""The seam between pdctl and what it must know of a host: six questions, asked on the spot.
+"""The seam between pdctl and what it must know of a host: seven questions, asked on the spot.
 
 Like `RuntimeHost`: every method blocks, is bounded, and may be called from any thread; what
 goes wrong on the way is a `HostError` that names the host. Nothing is left listening.
@@ -71,6 +71,16 @@ class Binding(msgspec.Struct, frozen=True, kw_only=True):
     replica: str | None = None
 
 
+class Listener(msgspec.Struct, frozen=True, kw_only=True):
+    """A TCP port that something listens on."""
+
+    port: int
+    pid: int | None = None
+    """None where it belongs to another user."""
+    since: float | None = None
+    """Unix seconds of that process's start."""
+
+
 class Dialled(msgspec.Struct, frozen=True, kw_only=True):
     """How dialling the other end of a pair went."""
 
@@ -97,6 +107,10 @@ class Survey(Protocol):
         self, model_dir: str, checkpoint: Checkpoint, progress: HashProgress
     ) -> Fingerprint:
         """Raises FingerprintError for what is wrong with the files."""
+        ...
+
+    def listeners(self) -> list[Listener]:
+        """Every TCP port that is listened on now."""
         ...
 
     def bindings(self, wanted: tuple[Binding, ...]) -> list[Diagnostic]:

@@ -114,7 +114,7 @@ def test_it_answers_many_requests_at_once(pipe: Pipe) -> None:
     sleeping = Command(argv=("sleep", "600"))
     pipe.send(
         ask("run", sleeping, b"", 600.0, request=1),
-        ask("listeners", request=2),
+        ask("survey.listeners", request=2),
         wire.Ping(seq=9),
     )
     assert {type(message).__name__ for message in (pipe.next(), pipe.next())} == {"Answer", "Pong"}

@@ -80,7 +80,7 @@ def test_listeners_name_port_process_and_its_start(host: RuntimeHost) -> None:
     """Every listening port of this user comes with its process."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        (found,) = [one for one in host.listeners() if one.port == port]
+        (found,) = [one for one in host.survey.listeners() if one.port == port]
     assert found.pid == os.getpid()
     assert found.since is not None
     assert found.since <= time.time()

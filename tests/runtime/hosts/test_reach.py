@@ -92,7 +92,7 @@ def refused(host: Host, **options: object) -> HostError:
     """The one error that using this host is."""
     with reach(host, **options) as hosts:
         with pytest.raises(HostError) as caught:
-            hosts[host.name].listeners()
+            hosts[host.name].survey.listeners()
         assert not hosts.far(host.name).connected
     error = caught.value
     assert error.message.startswith(f'host "{host.name}": ')

@@ -202,7 +202,7 @@ def test_a_connection_killed_in_mid_call_fails_it_and_the_next_call_connects(
     before = pid_of(far)
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         waiting = pool.submit(far.run, Command(argv=("sleep", "600")), timeout_s=600)
-        relayed = pool.submit(far.connect().call, "listeners", patience_s=10)
+        relayed = pool.submit(far.connect().call, "survey.listeners", patience_s=10)
         relayed.result(WITHIN_S)
         os.kill(before, signal.SIGKILL)
         with pytest.raises(HostError, match=r'host "gpu1": the connection was lost'):
@@ -221,7 +221,7 @@ def test_a_far_end_that_fell_silent_is_given_up() -> None:
     pid = pid_of(far)
     os.kill(pid, signal.SIGSTOP)
     with pytest.raises(HostError, match=r"nothing was heard for 0.6 s"):
-        far.listeners()
+        far.survey.listeners()
     assert gone(pid)
     far.close()
 
@@ -232,7 +232,7 @@ def test_patience_ends_before_the_connection(far: RemoteHost) -> None:
     command = Command(argv=("sleep", "600"))
     with pytest.raises(HostError, match=r"no answer to run within 0\.2 s"):
         connection.call("run", command, b"", 600.0, patience_s=0.2)
-    assert far.listeners() is not None
+    assert far.survey.listeners() is not None
     assert far.connect() is connection
 
 
@@ -251,7 +251,7 @@ def test_no_far_end_is_one_clear_error(argv: tuple[str, ...], words: str) -> Non
     """Whatever comes instead of a far end: one HostError, at once, and no process is left."""
     far = remote(argv)
     with pytest.raises(HostError, match=r'host "gpu1": ') as caught:
-        far.listeners()
+        far.survey.listeners()
     assert words in caught.value.message
     assert caught.value.hint
     assert not far.connected
@@ -267,7 +267,7 @@ def test_nothing_in_time_is_an_error() -> None:
         return started[0]
 
     with pytest.raises(HostError, match="nothing answered in time"):
-        RemoteHost("gpu1", connect).listeners()
+        RemoteHost("gpu1", connect).survey.listeners()
     assert gone(started[0].pid)
 
 
@@ -285,7 +285,7 @@ def test_another_version_there_is_refused(tmp_path: Path) -> None:
     )
     far = remote((sys.executable, "-c", script))
     with pytest.raises(HostError, match=rf"has pdctl 9\.9\.9, this is {__version__}") as caught:
-        far.listeners()
+        far.survey.listeners()
     assert f"pdctl=={__version__}" in (caught.value.hint or "")
     far.close()
 
@@ -317,7 +317,7 @@ def test_closing_ends_everything_whoever_is_at_it(argv: tuple[str, ...]) -> None
     assert len(started) == 1
     assert gone(started[0].pid)
     with pytest.raises(HostError, match="closed"):
-        far.listeners()
+        far.survey.listeners()
 
 
 def test_the_agent_there_is_asked_by_relay(tmp_path: Path) -> None:
@@ -372,5 +372,5 @@ def test_a_cancelled_relay_does_no_harm(far: RemoteHost) -> None:
     far.connect()
     answer = far.relay("/no-such", "describe", [], 1.0)
     answer.cancel()
-    assert far.listeners() is not None
+    assert far.survey.listeners() is not None
     assert far.connected

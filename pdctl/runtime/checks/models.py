@@ -48,7 +48,8 @@ class Models:
             near_only: on this machine only: no connection is made.
         """
         ground = self._ground
-        names = [n for n in ground.reached if not near_only or not ground.is_far(n)]
+        used = {r.host for r in ground.topology.replicas}
+        names = [n for n in used if not near_only or not ground.is_far(n)]
 
         def question(host: RuntimeHost) -> dict[str, CheckpointRead]:
             wanted = [r for r in ground.topology.replicas if r.host == host.name]
@@ -76,7 +77,7 @@ class Models:
 
     def probe(self) -> list[Diagnostic]:
         """Every replica's environment, asked in place."""
-        probes = self._ground.ask("checking environments", self._probe)
+        probes = self._ground.ask("checking environments", self._probe, self._places())
         return [
             problem
             for name, answer in _merged(probes.values()).items()
@@ -85,7 +86,7 @@ class Models:
 
     def fingerprint(self) -> list[Diagnostic]:
         """One fingerprint per directory of each host; then every replica's contract."""
-        contents = self._ground.ask("fingerprinting", self._fingerprints)
+        contents = self._ground.ask("fingerprinting", self._fingerprints, self._places())
         found: list[Diagnostic] = []
         for host, by_place in contents.items():
             found += self._fingerprinted(host, by_place)
@@ -111,6 +112,10 @@ class Models:
 
     def contract(self) -> Contract | None:
         return next((f.contract for f in self.known.values() if f.contract), None)
+
+    def _places(self) -> set[str]:
+        """Hosts with a replica whose checkpoint can be served."""
+        return {r.host for r in self._ground.topology.replicas if r.name in self.known}
 
     def _on(self, host: str) -> list[Replica]:
         replicas = self._ground.topology.replicas

@@ -40,7 +40,8 @@ def ps(
 
     Counters are of this moment. "draining" takes no new request, and "active" says how many still
     run there; "backoff" and "failed" come with their cause. Where the cluster's agent does not
-    answer, that is said, and what its journal knows is shown instead."""
+    answer, that is said, and what its journal knows is shown instead. Each host but the router's
+    has a row, as the router's host sees it: "clock" is that host's minus its own."""
     state, record = running(topology)
     found = anyio.run(partial(status, state, record))
     if as_json:
@@ -63,7 +64,10 @@ def _show(found: Status) -> None:
     if found.pairs:
         console.print()
         console.print(_pairs(found.pairs))
-    for r in [*found.replicas, {"name": "router", **found.router}, *found.pairs]:
+    if found.hosts:
+        console.print()
+        console.print(_hosts(found.hosts))
+    for r in [*found.replicas, {"name": "router", **found.router}, *found.pairs, *found.hosts]:
         if r.get("cause"):
             console.print(f"{_name(r)}: {r['cause']}", soft_wrap=True)
 
@@ -84,6 +88,23 @@ def _pairs(pairs: list[dict[str, Any]]) -> Any:
             *(_text(pair.get(key)) for key in ("handoffs_completed", "handoffs_failed")),
             _text(pair.get("imported_tokens")),
             "" if moved is None else approximate_size(moved),
+        )
+    return table
+
+
+def _hosts(hosts: list[dict[str, Any]]) -> Any:
+    from rich.table import Table
+
+    headings = ("host", "state", "round trip", "clock", "agent restarts")
+    table = Table(*headings, box=None, pad_edge=False)
+    for host in hosts:
+        trip_s, offset_s = host["round_trip_s"], host["clock_offset_s"]
+        table.add_row(
+            host["name"],
+            host["state"],
+            "" if trip_s is None else f"{trip_s * 1000:.1f} ms",
+            "" if offset_s is None else f"{offset_s:+.3f} s",
+            _text(host["agent_restarts"]),
         )
     return table
 

@@ -1,0 +1,300 @@
+"""A cluster on three machines: p0 and d0 each behind an sshd of its own, router and o0 here."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import psutil
+import pytest
+from e2e.cluster import ENGINE_PYTHON, Cluster, engine_env, free_port
+from e2e.data_link import DataLink
+from runtime.fleet import own_address
+from sshd import Machines
+
+from pdctl.engines.channel import RUN_ENV
+from pdctl.runtime.state import ClusterRecord, StateDir
+
+P_HOST, D_HOST = "gpu1", "studio"
+HOSTS = ("local", P_HOST, D_HOST)
+ANSWER_S = 5.0
+"""From a fault to the client's answer."""
+SILENCE_S = 7.5
+"""The same where only silence tells: dead after 5 s of it, looked at each quarter second."""
+GAUGES = ("handoffs_active", "buffer_bytes_used", "waiters", "requests_active")
+KINDS = {
+    "pdctl.runtime.agent.watchdog": "watchdog",
+    "pdctl.runtime.agent": "agent",
+    "pdctl.runtime.router": "router",
+    "pdctl.runtime.hosts.far_end": "far end",
+    "pdctl.engines.mlx.server": "engine",
+}
+
+HEAD = """
+schema = 1
+name = "{name}"
+[model]
+name = "tiny"
+dtype = "float16"
+context_length = 2048
+[handoff]
+timeout_s = {timeout_s}
+buffer_bytes = "2MiB"
+[router]
+bind = "{bind}"
+"""
+HOST = """
+[hosts.{name}]
+{ssh}
+address = "{address}"
+python = "{python}"
+agent_python = "{agent_python}"
+env = {{ {env} }}
+"""
+REPLICA = """
+[[replicas]]
+name = "{name}"
+host = "{host}"
+engine = "mlx"
+role = "{role}"
+model = "{model}"
+compute_dtype = "float32"
+{more}
+"""
+
+
+class FarCluster(Cluster):
+    """Through `link` goes every byte between p0 and d0."""
+
+    def __init__(
+        self, folder: Path, model_dir: Path, machines: Machines, *, timeout_s: float = 60.0
+    ) -> None:
+        super().__init__(folder, model_dir)
+        address = own_address()
+        if address is None:
+            pytest.skip("needs an address of this machine's own beyond loopback")
+        self.machines = machines
+        self.env |= machines.environment
+        self.data_port = free_port()
+        self.link = DataLink((address, self.data_port))
+        self.model_dir = model_dir
+        self._head = HEAD.format(name=self.name, bind=self.bind, timeout_s=timeout_s)
+        self._address = address
+        self._way = self.link.redirect(folder / "way")
+        self.run = ""
+        self.write()
+        self.at_rest: Counter[str] = Counter()
+
+    def write(self, *, p_env: str = "") -> None:
+        """The topology's file; `p_env` is added to p0's environment."""
+        python = {"python": ENGINE_PYTHON, "agent_python": sys.executable}
+        env = ", ".join(f'{k} = "{v}"' for k, v in engine_env().items())
+        text = self._head
+        for name in HOSTS:
+            ssh = "" if name == "local" else f'ssh = "{name}"'
+            text += HOST.format(name=name, ssh=ssh, address=self._address, env=env, **python)
+        model = {"model": self.model_dir}
+        more = f"data_port = {self.data_port}\nenv = {{ {p_env} }}"
+        text += REPLICA.format(name="p0", host=P_HOST, role="prefill", more=more, **model)
+        more = f'env = {{ PYTHONPATH = "{self._way}" }}'
+        text += REPLICA.format(name="d0", host=D_HOST, role="decode", more=more, **model)
+        text += REPLICA.format(name="o0", host="local", role="both", more="", **model)
+        self.topology.write_text(text)
+
+    def __enter__(self) -> FarCluster:
+        self.link.__enter__()
+        self.up()
+        self.run = self.record().run
+        self.at_rest = self.census()
+        return self
+
+    def __exit__(self, *ended: object) -> None:
+        self.link.mend()
+        record = self.record()
+        super().__exit__(*ended)
+        self.link.__exit__()
+        assert not list(gone_wrong(record))
+
+    def record(self) -> ClusterRecord:
+        record = StateDir(self.state / "pdctl" / self.name).read()
+        assert record is not None
+        return record
+
+    def key(self) -> bytes:
+        return bytes.fromhex(StateDir(self.state / "pdctl" / self.name).read_key())
+
+    # -- processes
+
+    def processes(self) -> Iterator[tuple[str, psutil.Process]]:
+        """(kind, process) of everything that this cluster runs, on every machine."""
+        folder = str(self.machines.folder)
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                words = process.cmdline()
+                kind = _kind(words)
+                environ = process.environ() if kind else {}
+                if kind == "far end" and environ.get("HOME", "").startswith(folder):
+                    yield kind, process
+                elif kind and (environ.get(RUN_ENV) == self.run or str(self.state) in str(words)):
+                    yield kind, process
+                elif words[:1] and words[0].endswith("ssh") and f"{folder}/config" in words:
+                    yield "ssh", process
+
+    def census(self) -> Counter[str]:
+        return Counter(kind for kind, _ in self.processes())
+
+    def agent(self, host: str, kind: str = "agent") -> psutil.Process:
+        """An agent's process, or (kind "watchdog") its watchdog's."""
+        for found, process in self.processes():
+            if found == kind and process.cmdline()[-1] == host:
+                return process
+        raise AssertionError(f"no {kind} of {host}")
+
+    def leftovers(self) -> Iterator[str]:
+        """A moment is granted to the far ends of the last command."""
+        until_s = time.monotonic() + 3
+        while self.census() and time.monotonic() < until_s:
+            time.sleep(0.05)
+        yield from (f"{kind}: {process}" for kind, process in self.processes())
+        yield from super().leftovers()
+
+    # -- what is asked of it
+
+    def host_of(self, replica: str) -> str:
+        return str(self.replica(replica)["host"])
+
+    def hosts(self) -> dict[str, str]:
+        return {host["name"]: host["state"] for host in self.ps()["hosts"]}
+
+    def in_flight(self) -> int:
+        """The sum of everything that a request holds anywhere, gauges of every replica."""
+        return sum(int(r[gauge]) for r in self.status()["replicas"] for gauge in GAUGES)
+
+    def left(self, within_s: float = 10.0) -> int:
+        """What is in flight, and processes more than at rest, once that is 0 or time is up."""
+        until_s = time.monotonic() + within_s
+        while True:
+            more = sum((self.census() - self.at_rest).values())
+            left = more + self.in_flight()
+            if left == 0 or time.monotonic() > until_s:
+                return left
+            time.sleep(0.1)
+
+
+def _kind(words: list[str]) -> str | None:
+    if "-m" not in words:
+        return None
+    return KINDS.get(words[words.index("-m") + 1])
+
+
+def gone_wrong(record: ClusterRecord) -> Iterator[str]:
+    """After `down`: what of the cluster is still to be found, a sentence each."""
+    ports = {port for host in HOSTS for port in record.ports(host)}
+    for connection in psutil.net_connections("tcp"):
+        if connection.status == psutil.CONN_LISTEN and connection.laddr.port in ports:
+            yield f"port {connection.laddr.port} listens"
+    if Path(record.socket_dir).exists():
+        yield f"{record.socket_dir} is there"
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get(RUN_ENV) == record.run:
+                yield f"{process} runs"
+
+
+class Request:
+    """One streamed completion in a thread of its own: its answer, and when it ended."""
+
+    def __init__(
+        self, cluster: Cluster, prompt: str, *, path: str | None = "p0>d0", max_tokens: int = 4
+    ) -> None:
+        self.status: int | None = None
+        """None: the connection broke before one."""
+        self.text = ""
+        self.error: dict[str, Any] | None = None
+        self.complete = False
+        """It ended with [DONE]."""
+        self.path = ""
+        self.begun = threading.Event()
+        """At the first event."""
+        self.began_s = time.monotonic()
+        self.ended_s = 0.0
+        self._response: httpx.Response | None = None
+        body = {"model": "tiny", "prompt": prompt, "temperature": 0, "max_tokens": max_tokens}
+        headers = {} if path is None else {"x-pdctl-path": path}
+        arguments = (cluster.url, {**body, "stream": True}, headers)
+        self._thread = threading.Thread(target=self._run, args=arguments, daemon=True)
+        self._thread.start()
+
+    def _run(self, url: str, body: dict[str, Any], headers: dict[str, str]) -> None:
+        with httpx.Client(base_url=url, timeout=120) as http:
+            try:
+                with http.stream("POST", "/v1/completions", json=body, headers=headers) as answer:
+                    self.status = answer.status_code
+                    self.path = answer.headers.get("x-pdctl-path", "")
+                    if answer.status_code != 200:
+                        self.error = json.loads(answer.read())["error"]
+                    else:
+                        self._read(answer)
+            except httpx.HTTPError as error:
+                self.error = {"message": f"connection broken: {type(error).__name__}", "code": None}
+        self.ended_s = time.monotonic()
+
+    def _read(self, answer: httpx.Response) -> None:
+        for line in answer.iter_lines():
+            if line == "data: [DONE]":
+                self.complete = True
+            elif line.startswith("data: "):
+                event = json.loads(line[6:])
+                if "error" in event:
+                    self.error = event["error"]
+                else:
+                    self.text += event["choices"][0].get("text") or ""
+                    self.begun.set()
+
+    def result(self, within_s: float = 60) -> Request:
+        self._thread.join(within_s)
+        assert not self._thread.is_alive(), "the request hangs"
+        return self
+
+    def good(self, expected: str | None = None) -> Request:
+        self.result()
+        assert self.complete, (self.status, self.error)
+        assert self.error is None
+        if expected is not None:
+            assert self.text == expected
+        return self
+
+    @property
+    def answer(self) -> str:
+        """In one line."""
+        if self.error is None:
+            return f"{self.status}, whole"
+        code = self.error.get("code")
+        began = "error event: " if self.status == 200 else f"{self.status} " if self.status else ""
+        return f"{began}{code + ': ' if code else ''}{self.error['message']}"
+
+
+class Ledger:
+    """One row per fault: what the client was told, when, and what was left."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[str, str, str, str]] = []
+
+    def row(self, fault: str, answer: str, seconds: float | None, left: int) -> None:
+        took = "" if seconds is None else f"{seconds:.2f}"
+        self.rows.append((fault, answer.replace("|", "/"), took, str(left)))
+        print(f"\n| {' | '.join(self.rows[-1])} |")  # noqa: T201
+
+    def __str__(self) -> str:
+        head = (("fault", "answer", "s", "left"), ("---", "---", "---:", "---:"))
+        return "\n".join(f"| {' | '.join(row)} |" for row in (*head, *self.rows))
+
+

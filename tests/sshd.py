@@ -27,11 +27,26 @@ _TOOLS = ("ssh", "ssh-agent", "ssh-add", "ssh-keygen")
 
 
 class Machine:
-    """One sshd; its name is an alias in the ssh configuration."""
+    """One sshd; its name is an alias in the ssh configuration.
 
-    def __init__(self, name: str, folder: Path, environment: Mapping[str, str]) -> None:
+    Args:
+        address: where it listens.
+        inside: the command that runs another one inside that machine; empty: no such is needed.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        environment: Mapping[str, str],
+        *,
+        address: str = "127.0.0.1",
+        inside: tuple[str, ...] = (),
+    ) -> None:
         self.name = name
+        self.address = address
         self.port = _free_port()
+        self._inside = inside
         self.home = folder / name
         self.state_home = self.home / "state"
         self.host_key = self.home / "host_key"
@@ -46,23 +61,26 @@ class Machine:
 
     @property
     def url(self) -> str:
-        return f"ssh://{self.user}@127.0.0.1:{self.port}"
+        return f"ssh://{self.user}@{self.address}:{self.port}"
 
     @property
     def known_line(self) -> str:
         kind, key = self.host_key.with_suffix(".pub").read_text().split()[:2]
-        return f"[127.0.0.1]:{self.port} {kind} {key}\n"
+        return f"[{self.address}]:{self.port} {kind} {key}\n"
 
     def host(self, *, ssh: str | None = None, python: str | None = sys.executable) -> Host:
         """As a topology declares it."""
-        return Host(name=self.name, ssh=ssh or self.name, address="127.0.0.1", python=python)
+        return Host(name=self.name, ssh=ssh or self.name, address=self.address, python=python)
 
     def start(self) -> None:
+        """Does nothing where it runs."""
+        if self._process is not None:
+            return
         config = self.home / "sshd_config"
         config.write_text(self._config())
         with (self.home / "sshd.log").open("ab") as log:
             self._process = subprocess.Popen(
-                [_sshd(), "-D", "-e", "-f", str(config)],
+                [*self._inside, _sshd(), "-D", "-e", "-f", str(config)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -71,7 +89,7 @@ class Machine:
         until_s = time.monotonic() + START_S
         while True:
             with contextlib.suppress(OSError):
-                socket.create_connection(("127.0.0.1", self.port), timeout=1).close()
+                socket.create_connection((self.address, self.port), timeout=1).close()
                 return
             if self._process.poll() is not None or time.monotonic() > until_s:
                 raise RuntimeError((self.home / "sshd.log").read_text())
@@ -108,7 +126,7 @@ class Machine:
             **self._environment,
         }
         lines = [
-            "ListenAddress 127.0.0.1",
+            f"ListenAddress {self.address}",
             f"Port {self.port}",
             f"HostKey {self.host_key}",
             "PidFile none",
@@ -144,16 +162,26 @@ class Machines:
     def __getitem__(self, name: str) -> Machine:
         return self._machines[name]
 
-    def add(self, name: str, environment: Mapping[str, str] | None = None) -> Machine:
-        machine = Machine(name, self.folder, environment or {})
+    def __iter__(self) -> Iterator[Machine]:
+        return iter(self._machines.values())
+
+    def add(
+        self,
+        name: str,
+        environment: Mapping[str, str] | None = None,
+        *,
+        address: str = "127.0.0.1",
+        inside: tuple[str, ...] = (),
+    ) -> Machine:
+        machine = Machine(name, self.folder, environment or {}, address=address, inside=inside)
         self._machines[name] = machine
         machine.start()
         with self.known_hosts.open("a") as known:
             known.write(machine.known_line)
         with self.config.open("a") as config:
             config.write(
-                f"Host {name}\n  HostName 127.0.0.1\n  Port {machine.port}\n"
-                f"  HostKeyAlias [127.0.0.1]:{machine.port}\n"
+                f"Host {name}\n  HostName {address}\n  Port {machine.port}\n"
+                f"  HostKeyAlias [{address}]:{machine.port}\n"
             )
         return machine
 
@@ -179,7 +207,7 @@ class Machines:
         }
 
     def stop(self) -> None:
-        for machine in self._machines.values():
+        for machine in self:
             machine.stop()
 
 

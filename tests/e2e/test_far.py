@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from e2e.cluster import text_of
-from e2e.far import FarCluster, processes
+from e2e.over_ssh import OverSsh, processes
 from e2e.prompts import exact_prompt
 from runtime.fleet import own_address
 from sshd import Machines, machines
@@ -35,9 +35,7 @@ def far() -> Iterator[Machines]:
 
 
 @pytest.fixture
-def made(
-    far: Machines, checkpoints: dict[str, Path], tmp_path: Path
-) -> Callable[[str], FarCluster]:
+def made(far: Machines, checkpoints: dict[str, Path], tmp_path: Path) -> Callable[[str], OverSsh]:
     address = own_address()
     if address is None or address.startswith("127."):
         pytest.skip("this machine has no address beyond loopback")
@@ -45,14 +43,14 @@ def made(
         pytest.skip("needs ss, to prove that nothing listens")
     addresses = dict.fromkeys(("local", "gpu1", "studio"), address)
 
-    def make(layout: str) -> FarCluster:
+    def make(layout: str) -> OverSsh:
         router, where = LAYOUTS[layout]
-        return FarCluster(tmp_path, checkpoints["llama"], far, where, addresses, router=router)
+        return OverSsh(tmp_path, checkpoints["llama"], far, where, addresses, router=router)
 
     return make
 
 
-def check_requests(cluster: FarCluster, model: Path) -> None:
+def check_requests(cluster: OverSsh, model: Path) -> None:
     """Plain and streamed, through the pair: the text is the ordinary replica's."""
     for tokens in (40, 300):
         prompt = exact_prompt(model, tokens, seed=tokens)
@@ -66,7 +64,7 @@ def check_requests(cluster: FarCluster, model: Path) -> None:
     cluster.wait("nothing in flight", cluster.idle)
 
 
-def check_ps(cluster: FarCluster) -> None:
+def check_ps(cluster: OverSsh) -> None:
     """Every replica under its host, and a row for each host beside the router's."""
     found = cluster.ps()
     assert {r["name"]: r["host"] for r in found["replicas"]} == cluster.where
@@ -83,7 +81,7 @@ def check_ps(cluster: FarCluster) -> None:
 class Followed:
     """`pdctl logs -f`, read beside the test."""
 
-    def __init__(self, cluster: FarCluster, *names: str) -> None:
+    def __init__(self, cluster: OverSsh, *names: str) -> None:
         self._cluster = cluster
         self._running = cluster.begin("logs", cluster.topology, *names, "-f", "--tail", "1")
         self.lines: list[str] = []
@@ -98,7 +96,7 @@ class Followed:
     def _read(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            self.lines.append(line)  # noqa: PERF402
+            self.lines.append(line)
 
     def __exit__(self, *_: object) -> None:
         self._process.send_signal(signal.SIGINT)
@@ -107,7 +105,7 @@ class Followed:
         self._running.__exit__(None, None, None)
 
 
-def check_changes(cluster: FarCluster) -> None:
+def check_changes(cluster: OverSsh) -> None:
     """drain and back, restart, and `up` again with a changed far replica; its log is followed."""
     cluster.pdctl("drain", cluster.topology, "d0")
     assert cluster.replica("d0")["state"] == "draining"
@@ -129,7 +127,7 @@ def check_changes(cluster: FarCluster) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_clusters_life(
-    layout: str, made: Callable[[str], FarCluster], checkpoints: dict[str, Path]
+    layout: str, made: Callable[[str], OverSsh], checkpoints: dict[str, Path]
 ) -> None:
     """R58: up, requests, ps, logs -f, drain, restart, up again, down; each time the pair
     gives the text of an ordinary replica, and at the end nothing is left on any machine."""
@@ -141,7 +139,7 @@ def test_a_clusters_life(
         check_requests(cluster, checkpoints["llama"])
 
 
-def test_the_foreground_with_its_keeper_elsewhere(made: Callable[[str], FarCluster]) -> None:
+def test_the_foreground_with_its_keeper_elsewhere(made: Callable[[str], OverSsh]) -> None:
     """Lines of every machine's logs are shown; Ctrl-C is a down, there too."""
     cluster = made("all elsewhere")
     with cluster.begin("up", cluster.topology) as running:
@@ -149,7 +147,7 @@ def test_the_foreground_with_its_keeper_elsewhere(made: Callable[[str], FarClust
         url = running.stdout.readline().strip()
         record = cluster.record()
         assert url == record.url == cluster.url
-        with cluster.log_place(record, "d0", "studio").open("a") as log:
+        with cluster.log("d0").open("a") as log:
             log.write("a line of its own\n")
         line = next(line for line in running.stdout if "a line of its own" in line)
         assert line.split(" | ")[0].strip() == "d0"

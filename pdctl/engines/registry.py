@@ -20,6 +20,10 @@ def spec_for(engine: Engine) -> EngineSpec:
         from pdctl.engines.mlx.spec import MlxSpec
 
         return MlxSpec()
+    if engine is Engine.VLLM:
+        from pdctl.engines.vllm.spec import VllmSpec
+
+        return VllmSpec()
     raise TopologyError(
-        f'engine "{engine.value}" is not in this version of pdctl', hint='use engine = "mlx"'
+        f'engine "{engine.value}" is not in this version of pdctl', hint='use engine = "mlx" or "vllm"'
     )

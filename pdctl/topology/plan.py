@@ -16,6 +16,7 @@ from pdctl.topology.model import (
     ComputeDtype,
     Dtype,
     Engine,
+    OnFailure,
     Replica,
     Role,
     Topology,
@@ -75,6 +76,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     page_bytes: int | None
     buffer_bytes: int | None
     timeout_s: float
+    on_failure: OnFailure = OnFailure.ERROR
     router_host: str
     router_bind: str
     agent_ports: dict[str, int]
@@ -123,6 +125,7 @@ def derive(
         page_bytes=contract.page_bytes if contract else None,
         buffer_bytes=buffer_bytes(topology, contract),
         timeout_s=topology.handoff.timeout_s,
+        on_failure=topology.handoff.on_failure,
         router_host=topology.router.host,
         router_bind=topology.router.bind,
         agent_ports=agent_ports,

@@ -192,11 +192,11 @@ def test_error_bodies_of_the_library_and_of_pdctl_are_understood() -> None:
     assert SPEC.error_message(500, b"[1]")[1] is None
 
 
-def test_only_mlx_is_in_this_version() -> None:
-    """R52: the others are refused before anything is done."""
+def test_an_engine_without_an_adapter_is_refused() -> None:
+    """R52: before anything is done."""
     assert spec_for(Engine.MLX).engine is Engine.MLX
-    with pytest.raises(TopologyError, match="vllm"):
-        spec_for(Engine.VLLM)
+    with pytest.raises(TopologyError, match="sglang"):
+        spec_for(Engine.SGLANG)
 
 
 def test_the_control_side_never_imports_the_engine() -> None:

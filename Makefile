@@ -12,7 +12,7 @@ VLLM_PYTHON ?= python3.11
 VLLM_VERSION ?= 0.28.0
 PIP := -m pip --disable-pip-version-check --quiet
 
-.PHONY: demo test cases test-engines test-soak test-pinned venv-vllm check format bench clean help
+.PHONY: demo test cases test-engines test-far test-soak test-pinned venv-vllm check format bench clean help
 
 help:  ## what each target does
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /	/' | expand -t 16
@@ -50,7 +50,10 @@ cases: $(STAMP)  ## which numbered cases have a test, and which have none
 
 test-engines: $(STAMP)  ## the suites that drive real engines
 	$(BIN)/pdctl demo-model
-	$(BIN)/python -m pytest -m "engine and not slow" tests/engine tests/e2e
+	$(BIN)/python -m pytest -m "engine and not slow and not ssh"
+
+test-far: $(STAMP)  ## hosts over SSH: real sshds on loopback; skips where there is no sshd
+	$(BIN)/python -m pytest -m "ssh and not slow"
 
 test-soak: $(STAMP)  ## two minutes of 16 clients, then 200 cancelled requests
 	$(BIN)/python -m pytest -m "engine and slow" -s tests/e2e/test_soak.py

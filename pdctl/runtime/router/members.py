@@ -11,7 +11,9 @@ import anyio
 import msgspec
 
 from pdctl.engines.channel import Failed, Members, MemberState, PairState
+from pdctl.runtime.router.failure import on_leg
 from pdctl.runtime.router.policy import Candidate, Path, declared_paths, pinnable_paths
+from pdctl.topology.model import Role
 from pdctl.topology.plan import Plan
 
 ALIVE = frozenset({"ready", "draining"})
@@ -52,8 +54,13 @@ class Seat:
     def closed_cause(self) -> str | None:
         """Why it takes no new request; None when it does."""
         if self.state.state != "ready":
-            return self.state.cause or f"{self.name} is {self.state.state}"
+            return f"{self.called}: {self.state.cause or f'it is {self.state.state}'}"
         return self.suspect
+
+    @property
+    def called(self) -> str:
+        """By its leg and its name."""
+        return on_leg("alone" if self.state.role is Role.BOTH else self.state.role, self.name)
 
     def lose(self, cause: str) -> None:
         if not self.lost.is_set():

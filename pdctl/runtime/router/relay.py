@@ -236,6 +236,8 @@ class Relay:
     def _seated(self, path: Path, name: str) -> Seat:
         seat = self._roster.seat(name)
         if seat is None or seat.lost.is_set():
-            cause = f"{name} is not running" if seat is None else seat.lost_cause
+            cause = f"{name} is not running"
+            if seat is not None:
+                cause = f"{seat.called}: {seat.lost_cause}"
             raise unready(path, cause)
         return seat

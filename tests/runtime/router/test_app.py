@@ -76,8 +76,8 @@ async def test_models_are_the_topologys_and_503_when_nothing_serves() -> None:
         response = await c.http.get(c.url("/v1/models"))
         assert response.status == 503
         told = (await error(response))["message"]
-        assert "p0>d0: p0 was killed" in told
-        assert "o0: o0 was killed" in told
+        assert 'p0>d0: prefill replica "p0": p0 was killed' in told
+        assert 'o0: replica "o0": o0 was killed' in told
         assert (await c.ask(CHAT)).status == 503
         assert (await c.http.get(c.url("/ready"))).status == 503
         assert (await c.http.get(c.url("/health"))).status == 200
@@ -95,7 +95,7 @@ async def test_ready_says_what_is_missing() -> None:
         assert said == {
             "status": "degraded",
             "ready": ["p0>d0"],
-            "missing": {"p0>d1": "d1 is starting"},
+            "missing": {"p0>d1": 'decode replica "d1": it is starting'},
         }
 
 

@@ -226,7 +226,8 @@ async def test_an_end_that_dies_in_its_canary_leaves_no_verdict() -> None:
         await c["p0"].stalled.wait()
         c.keeper.set_state("p0", "backoff", "p0 was killed")
         path = c.router.roster.paths[0]
-        await eventually(lambda: c.router.roster.state(path) == ("waiting", "p0 was killed"))
+        cause = 'prefill replica "p0": p0 was killed'
+        await eventually(lambda: c.router.roster.state(path) == ("waiting", cause))
         assert (await c.ask(CHAT)).status == 503
         c["p0"].on.clear()
         c["p0"].incarnation = 2

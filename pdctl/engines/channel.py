@@ -130,7 +130,7 @@ class MemberState(msgspec.Struct, frozen=True, kw_only=True):
     """One replica as its agent sees it.
 
     state: "starting" | "ready" | "draining" | "backoff" | "stopped" | "failed" |
-    "unreachable" (its host's agent can't be asked, or the SSH connection is down)
+    "unreachable" (the SSH connection to its host is away)
     """
 
     name: str

@@ -15,6 +15,7 @@ import msgspec
 from pdctl.errors import HostError
 from pdctl.runtime.agent.client import AgentClient
 from pdctl.runtime.hosts.local import LocalHost
+from pdctl.runtime.hosts.ssh import Forward
 from pdctl.runtime.hosts.survey import HostFacts
 
 
@@ -43,6 +44,7 @@ class NearbyHost(LocalHost):
         super().__init__(name)
         self.state_home = state_home
         self.cut = False
+        self.lost = threading.Event()
         self._severed = asyncio.Event()
         self.survey: Any = NearbySurvey(self)
         self._loop = asyncio.new_event_loop()
@@ -52,15 +54,21 @@ class NearbyHost(LocalHost):
     def sever(self) -> None:
         """Cuts the connection, calls in flight included."""
         self.cut = True
+        self.lost.set()
         self._loop.call_soon_threadsafe(self._severed.set)
 
     def mend(self) -> None:
         self.cut = False
+        self.lost = threading.Event()
         self._loop.call_soon_threadsafe(self._severed.clear)
 
     def check(self) -> None:
         if self.cut:
             raise HostError(f'host "{self.name}": the connection is cut')
+
+    def forward(self, wanted: tuple[Forward, ...]) -> None:
+        """Nothing to do: both hosts have one loopback, and replicas no route of their own."""
+        self.check()
 
     def run(self, *arguments: Any, **options: Any) -> Any:
         self.check()

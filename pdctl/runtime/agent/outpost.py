@@ -1,14 +1,16 @@
 """Another host, as the keeper holds it: its connection, its agent, and what that one says.
 
 One task per host, for good: connect, see that an agent runs there, follow its picture; at
-whatever goes wrong, pause and begin again. While it can't be asked its replicas are
-"unreachable": they may well run on, but no request reaches them.
+whatever goes wrong, pause and begin again. Without the connection its replicas are
+"unreachable": they may well run on, but no request reaches them. An agent that is away alone
+changes nothing for them: requests go through the connection, not through the agent.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -22,9 +24,10 @@ from pdctl.runtime import placement
 from pdctl.runtime.agent.client import AgentCalls, RelayedAgent, Relaying
 from pdctl.runtime.agent.view import HostState, Snapshot
 from pdctl.runtime.hosts.interface import RuntimeHost
+from pdctl.runtime.hosts.ssh import Forward
 from pdctl.runtime.placement import Placement
 from pdctl.runtime.state import ClusterRecord
-from pdctl.topology.plan import ReplicaPlan
+from pdctl.topology.plan import Plan, ReplicaPlan
 
 log = logging.getLogger("pdctl.agent")
 
@@ -49,6 +52,15 @@ class FarHost(RuntimeHost, Relaying, Protocol):
 
     @property
     def clock_offset_s(self) -> float | None: ...
+
+    def forward(self, wanted: tuple[Forward, ...]) -> None:
+        """From now on these ports of this machine lead there. HostError: they can't."""
+        ...
+
+    @property
+    def lost(self) -> threading.Event | None:
+        """Set when the connection of this moment has ended; None where there was none yet."""
+        ...
 
 
 class Outpost:
@@ -79,6 +91,8 @@ class Outpost:
         self._client: AgentCalls | None = None
         self._place: Placement | None = None
         self._restarts = -1
+        self._heard_through: threading.Event | None = None
+        """`lost` of the connection by which the agent was last heard."""
 
     # -- what it shows
 
@@ -104,10 +118,15 @@ class Outpost:
             http_port=plan.route_port or plan.http_port,
             clock_offset_s=self._host.clock_offset_s or 0.0,
         )
-        if self._state == "ready" or plan.name not in self._heard:
+        if self._state == "ready" or plan.name not in self._heard or self._connected:
             return routed
         cause = f'host "{self.name}" is {self._state}: {self._cause or "no answer"}'
         return msgspec.structs.replace(routed, state="unreachable", cause=cause)
+
+    @property
+    def _connected(self) -> bool:
+        """Ever since its agent was heard."""
+        return self._heard_through is not None and not self._heard_through.is_set()
 
     # -- what the keeper does with it
 
@@ -121,8 +140,13 @@ class Outpost:
             )
         return self._client
 
+    async def lay(self, record: ClusterRecord) -> None:
+        """Makes the ways to the engines of a changed cluster; those of before stay for now.
+        HostError where one can't be made."""
+        await _in_thread(self._host.forward, forwards_to(self.name, record.plan))
+
     def change(self, record: ClusterRecord) -> None:
-        """Takes a changed cluster. Forwards stay as they are."""
+        """Takes a changed cluster."""
         self._record = record
         self._plans = [r for r in record.plan.replicas if r.host == self.name]
 
@@ -211,6 +235,7 @@ class Outpost:
             self._take(snapshot)
 
     def _take(self, snapshot: Snapshot) -> None:
+        self._heard_through = self._host.lost
         self._heard = {member.name: member for member in snapshot.members}
         self.failures = snapshot.failures
         self._changed()
@@ -219,6 +244,15 @@ class Outpost:
         if (state, cause) != (self._state, self._cause):
             self._state, self._cause = state, cause
             self._changed()
+
+
+def forwards_to(host: str, plan: Plan) -> tuple[Forward, ...]:
+    """From the router's host to the engines of another."""
+    return tuple(
+        Forward(local_port=replica.route_port, remote_port=replica.http_port)
+        for replica in plan.replicas
+        if replica.host == host and replica.route_port is not None
+    )
 
 
 def _unheard(plan: ReplicaPlan) -> MemberState:

@@ -121,7 +121,7 @@ async def test_a_cut_connection_hides_its_replicas_until_it_is_back(tmp_path: Pa
 async def test_an_agent_that_vanished_with_its_watchdog_is_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """U35: as after a reboot; what still runs there is taken over."""
+    """U35: what still runs there is taken over; meanwhile requests reach it as before."""
     monkeypatch.setattr(module, "WATCHDOG_S", 0.1)
     async with held(tmp_path) as far:
         await far.until("ready")
@@ -131,6 +131,7 @@ async def test_an_agent_that_vanished_with_its_watchdog_is_started_again(
             if mark.pid != before.pid:
                 os.kill(mark.pid, signal.SIGKILL)
         await far.until("unreachable", "starting")
+        assert far.member("p0").state == "ready"
         await far.until("ready")
         again = await far.until_member("p0", "ready")
         assert again.pid == before.pid

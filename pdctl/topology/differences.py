@@ -43,6 +43,9 @@ def compared_pairs(sides: Sequence[Side]) -> Iterator[tuple[Side, Side]]:
             yield sides[0], right
 
 
+PLURAL = frozenset({"weights", "positions"})
+
+
 def explain(left: Side, right: Side) -> list[Diagnostic]:
     """Every field in which `right` differs from `left`; empty when they may exchange KV."""
     found = []
@@ -51,7 +54,8 @@ def explain(left: Side, right: Side) -> list[Diagnostic]:
     }
     for field, difference in differing.items():
         parts, hint = _parts(field, left, right)
-        summary = f'replica "{right.replica}": {field} differs from {left.described}'
+        verb = "differ" if field in PLURAL else "differs"
+        summary = f'replica "{right.replica}": {field} {verb} from {left.described}'
         found.append(
             Diagnostic(
                 code=f"contract.{field}",

@@ -305,11 +305,22 @@ def test_a_missing_model_directory_is_a_fault_of_the_file(original: Path, check:
     assert found.report.exit_code == 2
 
 
+HERE = '[[replicas]]\nhost = "nowhere"'
+
+
 def test_a_broken_file_starts_nothing(original: Path, copy: Path, check: Check) -> None:
     """R52: no probe runs, no weight is read; directories are still looked at."""
     found = check(topology(original, copy / "absent").replace("[router]", "[router]\nbnd = 1"))
     assert codes(found) == ["topology.unknown_key", "topology.model_missing"]
     assert check.host.ran == []  # type: ignore[attr-defined]
+
+
+def test_a_replica_on_a_host_that_is_not_there_is_named(original: Path, check: Check) -> None:
+    """The other replica's directory is looked at all the same."""
+    text = topology(original, original / "absent").replace("[[replicas]]", HERE, 1)
+    found = check(text)
+    assert codes(found) == ["topology.unknown_host", "topology.model_missing"]
+    assert found.report.exit_code == 2
 
 
 def test_offline_touches_nothing(check: Check, tmp_path: Path) -> None:

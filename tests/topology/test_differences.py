@@ -56,7 +56,7 @@ def test_weights_name_the_tensor() -> None:
     (found,) = explain(P0, other)
     assert found.code == "contract.weights"
     assert found.summary == (
-        'replica "d0": weights differs from prefill replica "p0" (tensor model.norm.weight)'
+        'replica "d0": weights differ from prefill replica "p0" (tensor model.norm.weight)'
     )
     assert found.detail == '"p0": aaaaaaaaaaaa…, "d0": dddddddddddd…'
     assert found.hint == "copy the weights from /models/p0 to /models/d0"

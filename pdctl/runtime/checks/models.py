@@ -48,7 +48,7 @@ class Models:
             near_only: on this machine only: no connection is made.
         """
         ground = self._ground
-        used = {r.host for r in ground.topology.replicas}
+        used = {r.host for r in ground.topology.replicas} & ground.hosts.keys()
         names = [n for n in used if not near_only or not ground.is_far(n)]
 
         def question(host: RuntimeHost) -> dict[str, CheckpointRead]:

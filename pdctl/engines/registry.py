@@ -25,5 +25,6 @@ def spec_for(engine: Engine) -> EngineSpec:
 
         return VllmSpec()
     raise TopologyError(
-        f'engine "{engine.value}" is not in this version of pdctl', hint='use engine = "mlx" or "vllm"'
+        f'engine "{engine.value}" is not in this version of pdctl',
+        hint='use engine = "mlx" or "vllm"',
     )

@@ -30,6 +30,8 @@ STOP_S = 40.0
 UNDRAINED_S = 30.0
 """How long running requests may hold up the undoing of a change."""
 ENDED = frozenset({"stopped", "failed"})
+MOVED = frozenset({"http_port", "data_port", "address"})
+"""Where others reach a replica: nobody may be on the way when that changes."""
 
 
 def difference(
@@ -114,6 +116,7 @@ class Changing:
         self._stopped: list[str] = []
         self._started: list[str] = []
         self._restarted: list[str] = []
+        self._closed: list[str] = []
         self._handed_over = False
         self.api_key = api_key
         self._old_api_key = state.read_api_key()
@@ -146,6 +149,9 @@ class Changing:
         found = self.found
         for name in found.removed:
             await self._remove(name)
+        for name, why in found.restarted.items():
+            if any(change.field in MOVED for change in why):
+                await self._close(name)
         self._handed_over = True
         await self._hand_over(self.record, self.api_key)
         for name in (*found.restarted, *((ROUTER,) if found.rebound else ())):
@@ -168,6 +174,15 @@ class Changing:
             await self.work.drain(name, self._drain_s)
         self._stopped.append(name)
         await self._stop(name)
+
+    async def _close(self, name: str) -> None:
+        """No request goes to it any more: with the record it is looked for where it will be."""
+        if process(self._first, name).state == "ready":
+            await self.work.drain(name, self._drain_s)
+            self._closed.append(name)
+
+    async def _reopen(self, name: str) -> None:
+        await self.keeper.drain(name, undo=True)
 
     async def _stop(self, name: str) -> None:
         await self.keeper.stop(name, STOP_S)
@@ -216,6 +231,8 @@ class Changing:
             left = await self._each(self._started, self._stop)
             if self._handed_over:
                 left += await self._each(("the agents",), self._hand_back)
+            still = [name for name in self._closed if name not in self._restarted]
+            left += await self._each(still, self._reopen)
             left += await self._each(self._restarted, self._restore)
             left += await self._each(self._stopped, self._revive)
         unsettled = tuple({*self._restarted, *self._stopped} if left else self.before.unsettled)

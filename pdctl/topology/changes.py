@@ -172,22 +172,8 @@ def _refused(before: Declared, after: Declared) -> Iterator[Change]:
         )
     if a.sharing != b.sharing:
         yield Change(field="sharing", before=_text(a.sharing), after=_text(b.sharing))
-    yield from _forwarded(before, after)
     yield from _differing("router.", {"host": a.router.host}, {"host": b.router.host})
     yield from _hosts(before, after)
-
-
-def _forwarded(before: Declared, after: Declared) -> Iterator[Change]:
-    """The ways to engines on other hosts are laid at launch."""
-    old = {(r.name, r.host): r.http_port for r in before.plan.replicas}
-    for new in after.plan.replicas:
-        was = old.get((new.name, new.host))
-        known = new.host in before.plan.agent_ports
-        if known and new.route_port is not None and was != new.http_port:
-            place = "nothing" if was is None else f"port {was}"
-            yield Change(
-                field=f"{new.name} on {new.host}", before=place, after=f"port {new.http_port}"
-            )
 
 
 def _hosts(before: Declared, after: Declared) -> Iterator[Change]:

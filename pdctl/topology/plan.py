@@ -188,7 +188,7 @@ def _replica(topology: Topology, replica: Replica, ports: _Ports) -> ReplicaPlan
         compute_dtype=replica.compute_dtype or ComputeDtype(topology.model.dtype),
         http_port=http_port,
         route_port=(
-            None if replica.host == topology.router.host else ports.of(replica, "route_port")
+            None if replica.host == topology.router.host else ports.route(replica, http_port)
         ),
         data_host=_data_host(topology, replica),
         data_port=ports.of(replica, "data_port") if sends else None,
@@ -228,6 +228,12 @@ class _Ports:
         """As declared, as it runs now on the same host, or the next one that is free."""
         before = self._replicas.get((replica.name, replica.host))
         return getattr(replica, field, None) or self.assign(getattr(before, field, None))
+
+    def route(self, replica: Replica, http_port: int) -> int:
+        """As it runs now while it leads to the same port; else the next one that is free."""
+        before = self._replicas.get((replica.name, replica.host))
+        same = before is not None and before.http_port == http_port
+        return self.assign(before.route_port if before is not None and same else None)
 
     def assign(self, kept: int | None = None) -> int:
         if kept is not None and kept not in self._declared:

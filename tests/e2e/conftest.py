@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 from e2e.cluster import PDCTL, Cluster
+from e2e.far import D_HOST, P_HOST, FarCluster, Ledger
+from sshd import machines
 from tiny import make_checkpoint
 
 FAMILIES = ("llama", "qwen2", "qwen3")
@@ -36,3 +38,31 @@ def llama(
     """p0 (prefill), d0 (decode) and o0 (ordinary) on the tiny Llama, for one test module."""
     with Cluster(tmp_path_factory.mktemp("llama"), checkpoints["llama"]) as cluster:
         yield cluster
+
+
+@pytest.fixture(scope="session")
+def ledger() -> Iterator[Ledger]:
+    """What each fault led to; the whole table is printed at the end."""
+    ledger = Ledger()
+    yield ledger
+    print(f"\n\n{ledger}")  # noqa: T201
+
+
+@pytest.fixture(scope="session")
+def far_cluster(
+    checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[FarCluster]:
+    """p0 and d0 on two machines behind SSH, for every fault of the session."""
+    with (
+        machines(P_HOST, D_HOST) as found,
+        FarCluster(tmp_path_factory.mktemp("far"), checkpoints["llama"], found) as cluster,
+    ):
+        yield cluster
+
+
+@pytest.fixture
+def far(far_cluster: FarCluster) -> Iterator[FarCluster]:
+    """The same, at rest and whole before and after the test."""
+    far_cluster.settle()
+    yield far_cluster
+    far_cluster.settle()

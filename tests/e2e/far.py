@@ -21,7 +21,7 @@ from runtime.fleet import own_address
 from sshd import Machines
 
 from pdctl.engines.channel import RUN_ENV
-from pdctl.runtime.state import ClusterRecord, StateDir
+from pdctl.runtime.state import ClusterRecord, StateDir, handoff_key
 
 P_HOST, D_HOST = "gpu1", "studio"
 HOSTS = ("local", P_HOST, D_HOST)
@@ -75,7 +75,7 @@ class FarCluster(Cluster):
     """Through `link` goes every byte between p0 and d0."""
 
     def __init__(
-        self, folder: Path, model_dir: Path, machines: Machines, *, timeout_s: float = 60.0
+        self, folder: Path, model_dir: Path, machines: Machines, *, timeout_s: float = 6.0
     ) -> None:
         super().__init__(folder, model_dir)
         address = own_address()
@@ -86,6 +86,7 @@ class FarCluster(Cluster):
         self.data_port = free_port()
         self.link = DataLink((address, self.data_port))
         self.model_dir = model_dir
+        self.timeout_s = timeout_s
         self._head = HEAD.format(name=self.name, bind=self.bind, timeout_s=timeout_s)
         self._address = address
         self._way = self.link.redirect(folder / "way")
@@ -129,7 +130,7 @@ class FarCluster(Cluster):
         return record
 
     def key(self) -> bytes:
-        return bytes.fromhex(StateDir(self.state / "pdctl" / self.name).read_key())
+        return handoff_key(StateDir(self.state / "pdctl" / self.name).read_key())
 
     # -- processes
 
@@ -158,6 +159,11 @@ class FarCluster(Cluster):
                 return process
         raise AssertionError(f"no {kind} of {host}")
 
+    def renewed(self, host: str, before: psutil.Process) -> bool:
+        """Whether another agent runs there than `before`."""
+        found = [p for kind, p in self.processes() if kind == "agent" and p.cmdline()[-1] == host]
+        return any(process.pid != before.pid for process in found)
+
     def leftovers(self) -> Iterator[str]:
         """A moment is granted to the far ends of the last command."""
         until_s = time.monotonic() + 3
@@ -177,6 +183,19 @@ class FarCluster(Cluster):
     def in_flight(self) -> int:
         """The sum of everything that a request holds anywhere, gauges of every replica."""
         return sum(int(r[gauge]) for r in self.status()["replicas"] for gauge in GAUGES)
+
+    def settle(self) -> None:
+        """Whole again: the link, both machines, every pair."""
+        self.link.mend()
+        for machine in (self.machines[P_HOST], self.machines[D_HOST]):
+            machine.start()
+        self.wait("every pair ready", self.ready)
+
+    def recovered(self, prompt: str, expected: str) -> int:
+        """Every pair is ready again, the next request right; returns what is left (`left`)."""
+        self.settle()
+        Request(self, prompt, max_tokens=8).good(expected)
+        return self.left()
 
     def left(self, within_s: float = 10.0) -> int:
         """What is in flight, and processes more than at rest, once that is 0 or time is up."""
@@ -296,5 +315,3 @@ class Ledger:
     def __str__(self) -> str:
         head = (("fault", "answer", "s", "left"), ("---", "---", "---:", "---:"))
         return "\n".join(f"| {' | '.join(row)} |" for row in (*head, *self.rows))
-
-

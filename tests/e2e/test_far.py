@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from e2e.cluster import text_of
-from e2e.over_ssh import OverSsh, processes
+from e2e.cluster import free_port, text_of
+from e2e.over_ssh import OverSsh, processes, replica_table
 from e2e.prompts import exact_prompt
+from e2e.test_life import Load, text
 from runtime.fleet import own_address
 from sshd import Machines, machines
 
@@ -137,6 +138,28 @@ def test_a_clusters_life(
         check_ps(cluster)
         check_changes(cluster)
         check_requests(cluster, checkpoints["llama"])
+
+
+def test_what_is_added_elsewhere_cuts_nothing(
+    made: Callable[[str], OverSsh], checkpoints: dict[str, Path]
+) -> None:
+    """While requests run through the connection to studio, p1 comes there and d0 is reached at
+    another port: every answer is right, and both serve."""
+    model = checkpoints["llama"]
+    prompt = exact_prompt(model, 200, seed=8)
+    with made("both elsewhere") as cluster:
+        alone = cluster.completion(prompt, "o0", max_tokens=12).json()["choices"][0]["text"]
+        with Load(cluster, prompt).running() as load:
+            p1 = replica_table("p1", "studio", "prefill", model)
+            cluster.topology.write_text(cluster.topology.read_text() + p1)
+            assert "+ p1" in cluster.pdctl("up", cluster.topology).stderr
+            cluster.wait("answers", load.more(4))
+            cluster.edit('name = "d0"', f'name = "d0"\nhttp_port = {free_port()}')
+            assert "~ d0: http_port" in cluster.pdctl("up", cluster.topology).stderr
+            cluster.wait("answers", load.more(4))
+        assert {text(answer) for answer in load.answers} == {alone}
+        assert text(cluster.completion(prompt, "p1>d0", max_tokens=12)) == alone
+        check_requests(cluster, model)
 
 
 def test_the_foreground_with_its_keeper_elsewhere(made: Callable[[str], OverSsh]) -> None:

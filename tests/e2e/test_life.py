@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -50,6 +50,11 @@ class Load:
             while not self._over.is_set():
                 self.answers.append(http.post("/v1/completions", json=body))
 
+    def more(self, count: int) -> Callable[[], bool]:
+        """Whether so many answers have come since now."""
+        before = len(self.answers)
+        return lambda: len(self.answers) > before + count
+
     @contextmanager
     def running(self) -> Iterator[Load]:
         with ThreadPoolExecutor(2) as threads:
@@ -75,7 +80,7 @@ def test_every_answer_is_right_while_the_cluster_is_changed(
         llama.pdctl("up", llama.topology)
         llama.pdctl("drain", llama.name, "p0")
         before = len(load.answers)
-        llama.wait("more answers", lambda: len(load.answers) > before + 4)
+        llama.wait("more answers", load.more(4))
         routed = {answer.headers["x-pdctl-path"] for answer in load.answers[before + 2 :]}
         assert routed == {"p1>d0"}
         llama.pdctl("drain", llama.name, "p0", "--undo")

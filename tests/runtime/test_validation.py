@@ -321,6 +321,8 @@ def test_a_replica_on_a_host_that_is_not_there_is_named(original: Path, check: C
     found = check(text)
     assert codes(found) == ["topology.unknown_host", "topology.model_missing"]
     assert found.report.exit_code == 2
+    found = check(text.replace('name = "p0"', 'name = "d0"'))
+    assert set(codes(found)) >= {"topology.unknown_host", "topology.duplicate_name"}
 
 
 def test_offline_touches_nothing(check: Check, tmp_path: Path) -> None:

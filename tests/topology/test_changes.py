@@ -191,15 +191,20 @@ def test_other_hosts_are_refused() -> None:
     assert (found.removed, found.added) == (("d0",), ("d0",))
 
 
-def test_a_new_way_to_an_engine_on_another_host_is_refused() -> None:
-    """The keeper's forwards are laid at launch; what runs there may restart all the same."""
+def test_a_new_way_to_an_engine_on_another_host_has_a_port_of_its_own() -> None:
+    """What runs there is not in the way: a replica comes, or is reached at another port, with a
+    forward that was not there before."""
     base = BASE.replace('python = "/venv', 'address = "10.0.0.1"\npython = "/venv')
     base = base.replace("[[replicas]]", '[hosts.far]\naddress = "10.0.0.2"\n[[replicas]]', 1)
     base = base.replace('name = "d0"', 'name = "d0"\nhost = "far"')
     found = changed(add=P1.replace('name = "p1"', 'name = "p1"\nhost = "far"'), text=base)
-    assert fields(found.refused) == ["p1 on far"]
-    found = changed(('role = "decode"', 'role = "decode"\nhttp_port = 9100'), text=base)
-    assert fields(found.refused) == ["d0 on far"]
+    assert (found.refused, found.added, found.restarted) == ((), ("p1",), {})
+    moved = base.replace('role = "decode"', 'role = "decode"\nhttp_port = 9100')
+    before, after = declared(base), declared(moved, before=declared(base))
+    found = changes(before, after)
+    assert (found.refused, fields(found.restarted["d0"])) == ((), ["http_port"])
+    routes = [one.plan.replica("d0").route_port for one in (before, after)]
+    assert routes[0] != routes[1]
     found = changed(('role = "decode"', 'role = "decode"\nenv = { B = "2" }'), text=base)
     assert (found.refused, list(found.restarted)) == ((), ["d0"])
 

@@ -10,10 +10,11 @@ import msgspec
 from pdctl.engines.interface import Leg
 from pdctl.engines.mlx import versions
 from pdctl.engines.mlx.call import Call
-from pdctl.engines.mlx.failure import failure_of, refused
+from pdctl.engines.mlx.failure import RequestFailure, failure_of, refused
 from pdctl.engines.mlx.legs import DecodeLeg, PrefillLeg
 from pdctl.engines.mlx.loop import EngineLoop
 from pdctl.engines.mlx.sampling import make_processors, make_sampler
+from pdctl.engines.mlx.shortest import Shortest
 from pdctl.errors import HandoffCancelled, HandoffError
 from pdctl.handoff.receiver import Receiver
 from pdctl.handoff.sender import Sender
@@ -47,6 +48,7 @@ class Admission:
         self._sender = sender
         self._receiver = receiver
         self._tokenizing = threading.Lock()
+        self._shortest = Shortest(engine.tokenizer)
 
     def admit(self, request: Any, args: Any, asked: Asked) -> Call:
         """The call, on its way into the batch.
@@ -89,9 +91,12 @@ class Admission:
         engine, tokenizer = self._engine, self._engine.tokenizer
         try:
             with self._tokenizing:
+                self._check_length(request, args)
                 prompt = versions.tokenize(engine, tokenizer, request, args)
                 state = prompt.initial_state
                 stops, rules = versions.stop_rules(engine, tokenizer, args.stop_words, state)
+        except RequestFailure:
+            raise
         # a template or a tokenizer refuses what the client sent
         except Exception as error:
             raise refused(f"the prompt cannot be tokenised: {error}") from error
@@ -106,6 +111,18 @@ class Admission:
         except ValueError as error:
             raise refused(str(error)) from error
         return call
+
+    def _check_length(self, request: Any, args: Any) -> None:
+        """Refuses what is certainly too long before it is tokenised: that takes 1 s per MB."""
+        limit = self._engine.contract.positions.context_length
+        if versions.characters(request) <= limit:
+            return
+        text = versions.text(self._engine, self._engine.tokenizer, request, args)
+        least = self._shortest.tokens(text)
+        if least > limit:
+            raise refused(
+                f"the prompt has {least} tokens or more; the context holds {limit}", "prompt"
+            )
 
     def _check(self, call: Call, role: Role | None) -> None:
         """mlx does not check indices: an id past the vocabulary would read foreign memory."""

@@ -18,6 +18,7 @@ from pdctl.engines.mlx.admission import Admission, Asked
 from pdctl.engines.mlx.call import Call
 from pdctl.engines.mlx.disconnects import DisconnectWatch
 from pdctl.engines.mlx.failure import RequestFailure, failure_of, refused
+from pdctl.engines.mlx.logprobs import Logprobs
 from pdctl.engines.mlx.loop import EngineLoop
 from pdctl.engines.mlx.spec import ABORT_PATH, body_refusals
 
@@ -61,7 +62,8 @@ class Responder:
             self._handler.connection, lambda: server.admission.cancel(call)
         ):
             context = call.first()
-        return context, versions.handler_stream(context, self._watched(call))
+        stream = versions.handler_stream(context, self._watched(call))
+        return context, self._handler.chances.keeping(stream, args)
 
     def _watched(self, call: Any) -> Any:
         server = self._handler.server
@@ -80,6 +82,7 @@ class Handler(library.APIHandler):  # type: ignore[misc]
 
     def __init__(self, request: Any, client_address: Any, server: Server) -> None:
         self.asked = Asked()
+        self.chances = Logprobs()
         self.call: Call | None = None
         self.started = False
         self.server = server
@@ -121,6 +124,14 @@ class Handler(library.APIHandler):  # type: ignore[misc]
             if self.call is not None:
                 self.server.admission.cancel(self.call)
 
+    def generate_response(self, *arguments: Any, **named: Any) -> dict[str, Any]:
+        """The library's answer or event, with the log probabilities of what it covers."""
+        answer: dict[str, Any] = super().generate_response(*arguments, **named)
+        taken = self.chances.take(self.server.engine.tokenizer)
+        if taken is not None:
+            answer["choices"][0]["logprobs"] = taken
+        return answer
+
     def handle_models_request(self) -> None:
         """The loaded checkpoint; the library would look through a hub's cache."""
         model = {"id": self.server.engine.cli_args.model, "object": "model", "created": 0}
@@ -146,6 +157,7 @@ class Handler(library.APIHandler):  # type: ignore[misc]
             self.asked = _asked(body)
             for param, reason in body_refusals(body):
                 raise refused(reason, param)
+            self.chances.translate(body)
             if isinstance(body.get("stream_options"), dict):
                 body["stream_options"].setdefault("include_usage", False)
             raw = json.dumps(body).encode()

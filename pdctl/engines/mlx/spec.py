@@ -24,6 +24,9 @@ OFFLINE_ENV = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 NOT_ON_PREFILL = ("stream_options", "min_tokens", "logprobs", "top_logprobs", "echo")
 
+MOST_LOGPROBS = 5
+"""Alternatives per token that completions' older form may ask for."""
+
 SEQUENCES_ASSUMED = 2
 """Whole contexts that the memory estimate allows for."""
 
@@ -118,6 +121,9 @@ def body_refusals(body: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
     `seed` is honoured (a sampler key per request), and so are tools, logprobs and stop strings.
     """
+    if body.get("echo"):
+        yield "echo", "MLX does not repeat the prompt; send echo = false"
+    yield from _logprobs_refusals(body.get("logprobs"))
     for name in ("draft_model", "adapters"):
         if body.get(name) is not None:
             yield name, f"{name} is not served by MLX replicas in this version"
@@ -125,6 +131,13 @@ def body_refusals(body: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "response_format", "MLX cannot constrain its output to a format"
     if _has_images(body.get("messages")):
         yield "messages", "images are not served in this version"
+
+
+def _logprobs_refusals(asked: Any) -> Iterator[tuple[str, str]]:
+    """A whole number is completions' older form, of OpenAI's own range."""
+    whole = isinstance(asked, int) and not isinstance(asked, bool)
+    if whole and not 0 <= asked <= MOST_LOGPROBS:
+        yield "logprobs", f"it must be true, false, or 0 to {MOST_LOGPROBS}"
 
 
 def _has_images(messages: Any) -> bool:

@@ -58,6 +58,37 @@ def tokenize(responder: Any, tokenizer: Any, request: Any, args: Any) -> Prompt:
     return Prompt(tokens, [list(s) for s in segments if len(s)], list(kinds), state)
 
 
+def characters(request: Any) -> int:
+    """Of a request's text, or of its messages; no template is applied."""
+    if request.request_type == "text":
+        return len(request.prompt) if isinstance(request.prompt, str) else 0
+    contents = (message.get("content") for message in request.messages)
+    texts = (part for content in contents for part in _texts(content))
+    return sum(len(text) for text in texts)
+
+
+def _texts(content: Any) -> Iterator[str]:
+    """Of one message: a string, or the texts of its parts."""
+    parts = content if isinstance(content, list) else [{"text": content}]
+    for part in parts:
+        text = part.get("text")
+        if isinstance(text, str):
+            yield text
+
+
+def text(responder: Any, tokenizer: Any, request: Any, args: Any) -> str:
+    """What `tokenize` would cut into tokens; "" where it can't be had alone."""
+    if request.request_type == "text":
+        return request.prompt if isinstance(request.prompt, str) else ""
+    if not tokenizer.has_chat_template:
+        return ""
+    messages = [dict(m, content="".join(_texts(m.get("content")))) for m in request.messages]
+    options = dict(responder.model_provider.cli_args.chat_template_args)
+    options.update(args.chat_template_kwargs or {})
+    options.update(tools=request.tools, tokenize=False, add_generation_prompt=True)
+    return str(tokenizer.apply_chat_template(messages, **options))
+
+
 def stop_rules(
     responder: Any, tokenizer: Any, stop_words: list[str], initial_state: str
 ) -> tuple[Any, Any]:

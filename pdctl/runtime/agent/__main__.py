@@ -21,7 +21,7 @@ import anyio.abc
 from pdctl.errors import PdctlError
 from pdctl.runtime.agent.core import Agent
 from pdctl.runtime.agent.orders import Orders
-from pdctl.runtime.agent.outpost import FarHost
+from pdctl.runtime.agent.outpost import FarHost, forwards_to
 from pdctl.runtime.agent.watchdog import SERVING_FD_ENV
 from pdctl.runtime.hosts.local import LocalHost
 from pdctl.runtime.process import ACTOR_KEY_ENV
@@ -74,16 +74,8 @@ def _far_hosts(record: ClusterRecord, own: str) -> Iterator[dict[str, FarHost]]:
         yield {}
         return
     from pdctl.runtime.hosts.reach import Hosts
-    from pdctl.runtime.hosts.ssh import Forward
 
-    forwards = {
-        name: tuple(
-            Forward(local_port=replica.route_port, remote_port=replica.http_port)
-            for replica in plan.replicas
-            if replica.host == name and replica.route_port is not None
-        )
-        for name in names
-    }
+    forwards = {name: forwards_to(name, plan) for name in names}
     with Hosts(record.topology.hosts, forwards=forwards) as hosts:
         yield {name: hosts.far(name) for name in names}
 

@@ -23,7 +23,7 @@ async def change(agent: Agent, record: ClusterRecord) -> None:
 
     Raises:
         ClusterError: of another run, or a replica that goes still runs; nothing has changed.
-        HostError: the record can't be written, likewise.
+        HostError: the record can't be written, or the way to an engine can't be made; likewise.
         AgentLost: another host can't be told; it is told by doing it again.
     """
     if record.run != agent.run_id:
@@ -33,6 +33,8 @@ async def change(agent: Agent, record: ClusterRecord) -> None:
     for name in sorted(going):
         if agent.supervised[name].state not in SETTLED:
             raise ClusterError(f"{name} is {agent.supervised[name].state}, not stopped")
+    for outpost in agent.outposts:
+        await outpost.lay(record)
     agent.orders.change(record)
     agent.replace(going)
     log.info("changed: replicas %s", ", ".join(sorted(here)) or "none")

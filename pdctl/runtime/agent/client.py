@@ -21,7 +21,8 @@ from pdctl.runtime.state import ClusterRecord, actor_key
 UID = "agent"
 CALL_S = 5.0
 LONG_POLL_S = 25.0
-CHANGE_S = 20.0
+CHANGE_S = 60.0
+"""For the ways to new engines on other hosts, too."""
 RELAY_S = 5.0
 """On top of a call's own time, for the way there and back."""
 

@@ -57,7 +57,9 @@ class Ground:
         return tuple(name for name in self.hosts if name not in self.lost)
 
     def is_far(self, name: str) -> bool:
-        return self.topology.hosts[name].ssh is not None
+        """False for a host that is not declared, too."""
+        host = self.topology.hosts.get(name)
+        return host is not None and host.ssh is not None
 
     def ask(
         self,

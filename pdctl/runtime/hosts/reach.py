@@ -17,6 +17,7 @@ from pdctl.runtime.hosts.interface import RuntimeHost
 from pdctl.runtime.hosts.local import LocalHost
 from pdctl.runtime.hosts.remote import RemoteHost
 from pdctl.runtime.hosts.ssh import CONNECT_TIMEOUT_S, Forward, far_end_argv
+from pdctl.runtime.hosts.ways import Ways
 from pdctl.topology.model import Host
 
 CLOSE_S = 10.0
@@ -84,25 +85,34 @@ class Hosts(Mapping[str, RuntimeHost]):
         self.close()
 
     def _remote(self, host: Host) -> RemoteHost:
-        forwards = self._forwards.get(host.name, ())
         hello_s = self._connect_timeout_s + self._hello_s
 
-        def connect() -> Connection:
+        def start(forwards: tuple[Forward, ...]) -> Connection:
             argv = far_end_argv(host, forwards=forwards, connect_timeout_s=self._connect_timeout_s)
             if forwards:
                 _end_strays(argv)
             return Connection(host, argv, hello_s=hello_s)
 
-        return RemoteHost(host.name, connect)
+        return RemoteHost(host.name, Ways(start, self._forwards.get(host.name, ())))
 
 
 def _end_strays(argv: tuple[str, ...]) -> None:
-    """Ends what a killed owner left of this very command: ssh outlives its pipes while somebody
-    uses one of its forwards, and holds their ports."""
+    """Ends what a killed owner left that leads to the same far end with one of these forwards:
+    ssh outlives its pipes while somebody uses one of them, and holds their ports."""
+    bare, wanted = _apart(argv)
     for one in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             if one.pid == os.getpid() or one.uids().real != os.getuid():
                 continue
-            if tuple(one.cmdline()[1 - len(argv) :]) == argv[1:] and one.ppid() != os.getpid():
+            words, laid = _apart(tuple(one.cmdline()))
+            same = words[1 - len(bare) :] == bare[1:] and not laid.isdisjoint(wanted)
+            if same and one.ppid() != os.getpid():
                 os.killpg(one.pid, signal.SIGKILL)
                 one.wait(1.0)
+
+
+def _apart(argv: tuple[str, ...]) -> tuple[tuple[str, ...], frozenset[str]]:
+    """A command line without its forwards, and those."""
+    at = {place + 1 for place, word in enumerate(argv) if word == "-L"}
+    rest = tuple(w for place, w in enumerate(argv) if place not in at and place + 1 not in at)
+    return rest, frozenset(argv[place] for place in at if place < len(argv))

@@ -11,6 +11,7 @@ from pdctl.engines.interface import Command
 from pdctl.errors import HostError
 from pdctl.runtime.hosts.connection import Connection
 from pdctl.runtime.hosts.interface import Completed, Mark, Slice
+from pdctl.runtime.hosts.ssh import Forward
 from pdctl.runtime.hosts.survey import (
     Binding,
     CheckpointRead,
@@ -20,6 +21,7 @@ from pdctl.runtime.hosts.survey import (
     Listener,
     Survey,
 )
+from pdctl.runtime.hosts.ways import Ways
 from pdctl.topology.checkpoint import Checkpoint
 from pdctl.topology.diagnostics import Diagnostic
 from pdctl.topology.fingerprint import Fingerprint
@@ -42,15 +44,15 @@ class RemoteHost:
     happened; the next call connects anew. Marks are valid on this host only. Any thread.
 
     Args:
-        connect: starts the way to the far end; the connection is established here.
+        ways: start what leads to the far end; the connection is established here.
     """
 
-    def __init__(self, name: str, connect: Callable[[], Connection]) -> None:
+    def __init__(self, name: str, ways: Ways) -> None:
         self.name = name
         self.survey: Survey = RemoteSurvey(self)
         self.on_lost: Callable[[HostError], None] | None = None
         """Called once per connection that drops by itself, from its own thread."""
-        self._connect = connect
+        self._ways = ways
         self._lock = threading.Lock()
         self._closed = False
         self._latest: Connection | None = None
@@ -116,7 +118,7 @@ class RemoteHost:
         before = self._latest
         if before is not None and not before.lost.wait(ENDING_S):
             before.close()  # it may hold the ports of the forwards
-        connection = self._connect()
+        connection = self._ways.main()
         connection.on_lost = self._dropped
         with self._lock:
             closed, self._latest = self._closed, connection
@@ -136,6 +138,11 @@ class RemoteHost:
             latest = self._latest
         if latest is not None:
             latest.close()
+        self._ways.close()
+
+    def forward(self, wanted: tuple[Forward, ...]) -> None:
+        """See `Ways.lay`."""
+        self._ways.lay(wanted)
 
     def _call(self, operation: str, *arguments: object, patience_s: float = PATIENCE_S) -> Any:
         return self.connect().call(operation, *arguments, patience_s=patience_s)

@@ -60,9 +60,15 @@ _TYPES = {
     "user": _STRING,
     "model": _STRING,
     "echo": _BOOL,
-    "suffix": _STRING,
     "chat_template_kwargs": _OBJECT,
 }
+
+INSTEAD = {
+    "suffix": "no engine here fills in before a suffix; put all of it into the prompt",
+    "functions": 'write "tools": [{"type": "function", "function": {…}}]',
+    "function_call": 'write "tool_choice"',
+}
+"""Fields that engines would take and ignore, and what to write."""
 
 _LARGEST = (1 << 63) - 1
 """Of a whole number given where any number may stand: engines cast it to 64 bits."""
@@ -105,10 +111,16 @@ def check(endpoint: str, raw: bytes, model: str) -> Ask:
     for name in OWNED:
         if name in body:
             raise refused(f'"{name}" is set by the router alone', param=name)
+    for name, instead in INSTEAD.items():
+        if name in body:
+            raise refused(
+                f'"{name}" is not served: {instead}', param=name, code="unsupported_value"
+            )
     _check_types(body)
     _check_model(body.setdefault("model", model), model)
     _check_one_answer(body)
     _check_stream_options(body)
+    _check_logprobs(body.get("logprobs", False), chat=endpoint == CHAT_COMPLETIONS)
     if endpoint == CHAT_COMPLETIONS:
         _check_messages(body)
     else:
@@ -140,6 +152,14 @@ def _check_stop(stop: object) -> None:
         raise refused(
             '"stop" must be a string or an array of strings', param="stop", code="invalid_type"
         )
+
+
+def _check_logprobs(asked: object, *, chat: bool) -> None:
+    """In completions' older form it is a whole number, in chats never."""
+    if isinstance(asked, bool) or (isinstance(asked, int) and not chat):
+        return
+    wanted = 'a boolean; "top_logprobs" says how many' if chat else "a boolean or an integer"
+    raise refused(f'"logprobs" must be {wanted}', param="logprobs", code="invalid_type")
 
 
 def _check_model(asked: str, model: str) -> None:
@@ -188,6 +208,7 @@ def _check_messages(body: dict[str, Any]) -> None:
         if not isinstance(message.get("role"), str):
             raise refused(f'"messages[{at}].role" must be a string', param="messages")
         _check_content(message.get("content"), at)
+        _check_tool_calls(message.get("tool_calls"), at)
 
 
 def _check_content(content: object, at: int) -> None:
@@ -200,6 +221,29 @@ def _check_content(content: object, at: int) -> None:
             param="messages",
             code="invalid_type",
         )
+
+
+def _check_tool_calls(calls: object, at: int) -> None:
+    if calls is not None and not (isinstance(calls, list) and all(map(_is_tool_call, calls))):
+        raise refused(
+            f'"messages[{at}].tool_calls" must be an array of'
+            ' {"type": "function", "function": {"name": "…", "arguments": "{…}"}}, the arguments'
+            " a JSON object in a string",
+            param="messages",
+            code="invalid_type",
+        )
+
+
+def _is_tool_call(call: object) -> bool:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        return False
+    arguments = function.get("arguments")
+    try:
+        given = msgspec.json.decode(arguments) if isinstance(arguments, str) and arguments else {}
+    except (msgspec.DecodeError, RecursionError, UnicodeError):
+        return False
+    return isinstance(given, dict) and isinstance(arguments, str | dict | None)
 
 
 def _one_prompt(body: dict[str, Any]) -> str | list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import os
 import signal
 import socket
@@ -19,6 +20,7 @@ import msgspec
 import psutil
 import pytest
 import sshd
+from runtime.clusters import free_port
 
 from pdctl import __version__
 from pdctl.engines.channel import RUN_ENV
@@ -370,6 +372,62 @@ def test_forwards_last_as_long_as_the_connection(far: sshd.Machines) -> None:
                 assert lost is not None
                 assert lost.wait(WITHIN_S)
         assert not reaches(here, server)
+
+
+@pytest.mark.ssh
+def test_a_forward_is_added_and_cuts_nothing(far: sshd.Machines) -> None:
+    """What goes through the connection goes on; the next connection has all that is wanted, and
+    not what is wanted no more; one that can't be laid changes nothing; then none is left."""
+    with contextlib.ExitStack() as stack:
+        servers = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2)]
+        taken = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        ports = [free_port(), free_port()]
+        first, second = (
+            Forward(local_port=port, remote_port=server.getsockname()[1])
+            for port, server in zip(ports, servers, strict=True)
+        )
+        hosts = stack.enter_context(reach(far["gpu1"].host(), forwards={"gpu1": (first,)}))
+        host = hosts.far("gpu1")
+        pid = host.connect().pid
+        with (
+            socket.create_connection(("127.0.0.1", ports[0])) as running,
+            servers[0].accept()[0] as accepted,
+        ):
+            host.forward((first, second))
+            assert reaches(ports[1], servers[1])
+            busy = Forward(local_port=taken.getsockname()[1], remote_port=1)
+            with pytest.raises(HostError, match="ssh gpu1 failed"):
+                host.forward((first, second, busy))
+            accepted.sendall(b"still")
+            assert running.recv(5) == b"still"
+        assert host.connect().pid == pid
+        host.forward((second,))
+        lost = host.lost
+        far["gpu1"].cut()
+        assert lost is not None
+        assert lost.wait(WITHIN_S)
+        host.connect()
+        assert len(ours()) == 1
+        assert reaches(ports[1], servers[1])
+        assert not reaches(ports[0], servers[0])
+
+
+@pytest.mark.ssh
+def test_a_lost_forward_that_was_added_ends_the_connection(far: sshd.Machines) -> None:
+    """So that whoever holds the host connects anew, with all of them."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        there = server.getsockname()[1]
+        one, two = (Forward(local_port=free_port(), remote_port=there) for _ in range(2))
+        with reach(far["gpu1"].host(), forwards={"gpu1": (one,)}) as hosts:
+            host = hosts.far("gpu1")
+            main = host.connect()
+            host.forward((one, two))
+            (beside,) = (process for process in ours() if process.pid != main.pid)
+            beside.kill()
+            assert main.lost.wait(WITHIN_S)
+            host.connect()
+            assert reaches(one.local_port, server)
+            assert reaches(two.local_port, server)
 
 
 def reaches(port: int, server: socket.socket) -> bool:

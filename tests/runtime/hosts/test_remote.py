@@ -29,7 +29,9 @@ from pdctl.runtime.hosts.interface import RuntimeHost
 from pdctl.runtime.hosts.local import LocalHost
 from pdctl.runtime.hosts.operations import OPERATIONS
 from pdctl.runtime.hosts.remote import RemoteHost
+from pdctl.runtime.hosts.ssh import Forward
 from pdctl.runtime.hosts.survey import Binding, Survey
+from pdctl.runtime.hosts.ways import Ways
 from pdctl.topology.fingerprint import FingerprintError
 from pdctl.topology.model import Host
 
@@ -43,7 +45,7 @@ def shell(script: str) -> tuple[str, ...]:
 
 
 def remote(argv: tuple[str, ...] = FAR_END, **times: float) -> RemoteHost:
-    return RemoteHost("gpu1", lambda: Connection(DECLARED, argv, **times))
+    return RemoteHost("gpu1", Ways(lambda _: Connection(DECLARED, argv, **times)))
 
 
 @pytest.fixture(scope="module")
@@ -262,12 +264,12 @@ def test_nothing_in_time_is_an_error() -> None:
     """R6: who never says anything is given up, and ended."""
     started: list[Connection] = []
 
-    def connect() -> Connection:
+    def connect(_: tuple[Forward, ...]) -> Connection:
         started.append(Connection(DECLARED, ("sleep", "600"), hello_s=0.3))
         return started[0]
 
     with pytest.raises(HostError, match="nothing answered in time"):
-        RemoteHost("gpu1", connect).survey.listeners()
+        RemoteHost("gpu1", Ways(connect)).survey.listeners()
     assert gone(started[0].pid)
 
 
@@ -297,12 +299,12 @@ def test_closing_ends_everything_whoever_is_at_it(argv: tuple[str, ...]) -> None
     started: list[Connection] = []
     ready = threading.Event()
 
-    def connect() -> Connection:
+    def connect(_: tuple[Forward, ...]) -> Connection:
         started.append(Connection(DECLARED, argv))
         ready.set()
         return started[-1]
 
-    far = RemoteHost("gpu1", connect)
+    far = RemoteHost("gpu1", Ways(connect))
     with concurrent.futures.ThreadPoolExecutor(10) as pool:
         calls = [
             pool.submit(far.run, Command(argv=("sleep", "600")), timeout_s=600) for _ in range(2)
@@ -324,9 +326,8 @@ def test_the_agent_there_is_asked_by_relay(tmp_path: Path) -> None:
     """A real agent, its port known only to its own host: answers, a KeyError, and who is lost."""
     with written(tmp_path) as (state, record):
         started = start_agent(state, record)
-        far = RemoteHost(
-            "local", lambda: Connection(Host(name="local", ssh="x"), (*FAR_END[:-1], "local"))
-        )
+        declared = Host(name="local", ssh="x")
+        far = RemoteHost("local", Ways(lambda _: Connection(declared, (*FAR_END[:-1], "local"))))
         try:
             agent = RelayedAgent("local", record.run, far, str(state.path))
             asyncio.run(_converse(agent))

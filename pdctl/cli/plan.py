@@ -12,7 +12,10 @@ from pdctl.cli import render
 from pdctl.cli.arguments import TopologyFile
 from pdctl.engines.interface import Command
 from pdctl.engines.registry import spec_for
+from pdctl.runtime.agent.outpost import forwards_to
+from pdctl.runtime.hosts.ssh import far_end_argv
 from pdctl.runtime.outcome import Validation
+from pdctl.runtime.placement import agent_command
 from pdctl.runtime.state import own_plan, own_ports
 from pdctl.runtime.validation import validate as run
 from pdctl.topology.model import Topology
@@ -44,10 +47,11 @@ def plan(
     if outcome.plan is None or outcome.topology is None:
         raise typer.Exit(outcome.report.exit_code)
     commands = replica_commands(outcome.topology, outcome.plan)
+    around = surroundings(outcome.topology, outcome.plan)
     if as_json:
-        render.print_json(document(outcome, commands))
+        render.print_json({**document(outcome, commands), "surroundings": around})
     else:
-        _show(outcome.plan, commands)
+        _show(outcome.topology, outcome.plan, commands, around)
 
 
 def replica_commands(topology: Topology, plan: Plan) -> dict[str, Command]:
@@ -55,6 +59,23 @@ def replica_commands(topology: Topology, plan: Plan) -> dict[str, Command]:
     return {
         r.name: spec_for(r.engine).command(r, topology.hosts[r.host], plan) for r in plan.replicas
     }
+
+
+def surroundings(topology: Topology, plan: Plan) -> dict[str, list[str]]:
+    """What runs beside the replicas, as argv: agents, the router, and the keeper's way to each
+    other host."""
+    found: dict[str, list[str]] = {}
+    for name in plan.agent_ports:
+        host = topology.hosts[name]
+        folder = plan.cluster if host.ssh is None else f"{plan.cluster}/hosts/{name}"
+        state = f"~/.local/state/pdctl/{folder}"
+        found[f"agent of {name}"] = list(agent_command(host, state, "").argv)
+        if name != plan.router_host and host.ssh is not None:
+            argv = far_end_argv(host, forwards=forwards_to(name, plan))
+            found[f"{plan.router_host} to {name}"] = list(argv)
+    router = topology.hosts[plan.router_host]
+    found["router"] = [*agent_command(router, "", "").argv[:1], "-m", "pdctl.runtime.router"]
+    return found
 
 
 def document(outcome: Validation, commands: dict[str, Command]) -> dict[str, Any]:
@@ -68,7 +89,9 @@ def document(outcome: Validation, commands: dict[str, Command]) -> dict[str, Any
     }
 
 
-def _show(plan: Plan, commands: dict[str, Command]) -> None:
+def _show(
+    topology: Topology, plan: Plan, commands: dict[str, Command], around: dict[str, list[str]]
+) -> None:
     from rich.table import Table
 
     console = render.stdout()
@@ -77,11 +100,16 @@ def _show(plan: Plan, commands: dict[str, Command]) -> None:
     )
     console.print(f"router http://{plan.router_bind} on {plan.router_host}")
     for host, port in plan.agent_ports.items():
-        console.print(f"agent 127.0.0.1:{port} on {host}")
+        ssh = topology.hosts[host].ssh
+        way = "" if ssh is None else f", by ssh {ssh}"
+        console.print(f"agent 127.0.0.1:{port} on {host}{way}", soft_wrap=True)
+    console.print(_dependence(topology, plan), soft_wrap=True)
     table = Table("replica", "host", "engine", "role", "compute", "http", "data", box=None)
     for r in plan.replicas:
         data = "" if r.data_port is None else f"{r.data_host}:{r.data_port}"
         http = f"{r.http_host}:{r.http_port}"
+        if r.route_port is not None:
+            http += f" (from {plan.router_host}: {r.route_port})"
         table.add_row(r.name, r.host, r.engine, r.role, r.compute_dtype, http, data)
     console.print(table)
     for pair in plan.pairs:
@@ -93,6 +121,17 @@ def _show(plan: Plan, commands: dict[str, Command]) -> None:
         for key, value in command.env.items():
             console.print(f"  {key}={shlex.quote(value)}", soft_wrap=True)
         console.print(f"  {shlex.join(command.argv)}", soft_wrap=True)
+    for name, argv in around.items():
+        console.print(f"\n{name}:\n  {shlex.join(argv)}", soft_wrap=True)
+
+
+def _dependence(topology: Topology, plan: Plan) -> str:
+    """What is lost with the machine that launches."""
+    if topology.hosts[plan.router_host].ssh is not None:
+        return f"once it is up, nothing depends on this machine: {plan.router_host} keeps it"
+    if all(topology.hosts[host].ssh is None for host in plan.agent_ports):
+        return "everything runs on this machine, and outlives the terminal"
+    return "router and keeper run on this machine: while it is off, nothing is served"
 
 
 def _budget(plan: Plan) -> list[str]:

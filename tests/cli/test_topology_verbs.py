@@ -156,6 +156,26 @@ def test_plan_shows_commands_ports_and_pairs(pdctl: Any, file: Path) -> None:
         assert argv[argv.index("--port") + 1] == str(replica["http_port"])
 
 
+def test_plan_shows_the_way_to_other_hosts(pdctl: Any, file: Path) -> None:
+    """The keeper's ssh with its forwards, each agent, and what is lost with this machine."""
+    far = '[hosts.studio]\nssh = "me@studio"\npython = "~/mlx/bin/python"\n'
+    text = GOOD.replace('name = "d0"', 'name = "d0"\nhost = "studio"') + far
+    file.write_text(text + '[hosts.local]\naddress = "192.0.2.7"\n')
+    done = pdctl("plan", file, "--offline")
+    assert done.code == 0, done.err
+    assert "on studio, by ssh me@studio" in done.out
+    assert "while it is off, nothing is served" in done.out
+    around = json.loads(pdctl("plan", file, "--offline", "--json").out)["surroundings"]
+    assert set(around) == {"agent of local", "agent of studio", "local to studio", "router"}
+    assert around["agent of studio"][:3] == [
+        "~/mlx/bin/python", "-m", "pdctl.runtime.agent.watchdog"
+    ]  # fmt: skip
+    argv = around["local to studio"]
+    forward = argv[argv.index("-L") + 1].split(":")
+    assert (forward[0], forward[2], len(forward)) == ("127.0.0.1", "127.0.0.1", 4)
+    assert "me@studio" in argv
+
+
 def test_a_plan_of_a_broken_file_fails(pdctl: Any, file: Path) -> None:
     file.write_text(edited("role", "rol"))
     done = pdctl("plan", file, "--offline")

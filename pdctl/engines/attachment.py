@@ -41,6 +41,8 @@ from pdctl.handoff.counters import Counters
 log = logging.getLogger("pdctl.engines")
 
 KEPT_FAILURES = 256
+FAILED_TIMEOUT_S = 0.5
+"""Far below the silence after which a peer of a handoff is taken for dead."""
 SEND_TIMEOUT_S = 5.0
 REDIAL_FIRST_S = 0.1
 REDIAL_MOST_S = 2.0
@@ -115,8 +117,9 @@ class Attachment:
             self._send(message)
 
     def failed(self, message: Failed) -> None:
+        """Called from the handoff's threads, which a frozen agent must not hold up."""
         with self._lock:
-            if not self._send(message):
+            if not self._send(message, FAILED_TIMEOUT_S):
                 self._failures.append(message)
 
     def close(self) -> None:
@@ -192,12 +195,12 @@ class Attachment:
             raise
         return connection, answer
 
-    def _send(self, message: Message) -> bool:
+    def _send(self, message: Message, timeout_s: float = SEND_TIMEOUT_S) -> bool:
         """Under the lock. False when the agent is away; the reading thread notices the rest."""
         if self._socket is None:
             return False
         try:
-            _send_within(self._socket, encode(message), SEND_TIMEOUT_S)
+            _send_within(self._socket, encode(message), timeout_s)
         except OSError:
             _shut(self._socket)
             return False

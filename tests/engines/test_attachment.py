@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import socket
 import tempfile
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from engines.replicas import KEY, WAIT_S, StubAgent
 
 from pdctl.engines.attachment import Attachment
-from pdctl.engines.channel import Assignment, Effective, Failed, HandoffSettings, Ready
+from pdctl.engines.channel import Assignment, Effective, Failed, HandoffSettings, Ready, encode
 from pdctl.errors import LaunchError, UsageError
 from pdctl.handoff.counters import Counters
 from pdctl.topology.contract import Attention, Contract, Positions
@@ -126,3 +128,22 @@ def test_an_engine_started_by_hand_says_how_it_is_started() -> None:
 
 def _fields(struct: Assignment) -> dict[str, object]:
     return {name: getattr(struct, name) for name in struct.__struct_fields__}
+
+
+def test_a_frozen_agent_holds_up_no_handoff(tmp_path: Path) -> None:
+    """It accepted and reads no more: its socket fills, and failures are kept for the next."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder, socket.socket(socket.AF_UNIX) as frozen:
+        path = f"{folder}/a.sock"
+        frozen.bind(path)
+        frozen.listen()
+        made = Attachment(path, "d0", counters=Counters)
+        with ThreadPoolExecutor(1) as thread:
+            opened = thread.submit(made.open, WAIT_S)
+            peer, _ = frozen.accept()
+            with peer:
+                peer.sendall(encode(ASSIGNMENT))
+                assert opened.result(WAIT_S) == ASSIGNMENT
+                failure = Failed(room=1, leg="decode", cause="tokens", detail="x" * 50_000)
+                told = thread.submit(lambda: [made.failed(failure) for _ in range(40)])
+                assert len(told.result(WAIT_S)) == 40
+                made.close()

@@ -158,6 +158,9 @@ def test_decode_copies_are_the_clients_own() -> None:
     [
         ({"draft_model": "x"}, "draft_model"),
         ({"adapters": "x"}, "adapters"),
+        ({"echo": True}, "echo"),
+        ({"logprobs": 6}, "logprobs"),
+        ({"logprobs": -1}, "logprobs"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"messages": [{"content": [{"type": "image_url", "image_url": "x"}]}]}, "messages"),
     ],
@@ -175,7 +178,8 @@ def test_what_mlx_honours_is_not_refused() -> None:
         "response_format": {"type": "text"},
         "seed": 3,
         "tools": [{"type": "function"}],
-        "logprobs": True,
+        "logprobs": 5,
+        "echo": False,
         "stop": ["x"],
         "messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}],
     }

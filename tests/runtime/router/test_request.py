@@ -17,6 +17,11 @@ CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 TEXT = {"model": "m", "prompt": "hi"}
 
 
+def called(**function: Any) -> dict[str, Any]:
+    call = {"type": "function", "function": {"name": "f", "arguments": "{}", **function}}
+    return {"role": "assistant", "content": None, "tool_calls": [call]}
+
+
 def checked(endpoint: str, body: Any) -> dict[str, Any]:
     return check(endpoint, json.dumps(body).encode(), "m").body
 
@@ -60,6 +65,17 @@ def checked(endpoint: str, body: Any) -> dict[str, Any]:
         (COMPLETIONS, {"prompt": None}, "prompt"),
         (COMPLETIONS, {"prompt": {"a": 1}}, "prompt"),
         (COMPLETIONS, {"prompt": [1, "a"]}, "prompt"),
+        (CHAT_COMPLETIONS, {"messages": [{"role": "user", "tool_calls": 5}]}, "messages"),
+        (CHAT_COMPLETIONS, {"messages": [{"role": "user", "tool_calls": [5]}]}, "messages"),
+        (CHAT_COMPLETIONS, {"messages": [{"role": "user", "tool_calls": [{}]}]}, "messages"),
+        (CHAT_COMPLETIONS, {"messages": [called(arguments="{bad")]}, "messages"),
+        (CHAT_COMPLETIONS, {"messages": [called(arguments=5)]}, "messages"),
+        (CHAT_COMPLETIONS, {"messages": [called(name=5)]}, "messages"),
+        (CHAT_COMPLETIONS, {"functions": []}, "functions"),
+        (CHAT_COMPLETIONS, {"function_call": "auto"}, "function_call"),
+        (CHAT_COMPLETIONS, {"logprobs": 2}, "logprobs"),
+        (COMPLETIONS, {"logprobs": "2"}, "logprobs"),
+        (COMPLETIONS, {"suffix": "x"}, "suffix"),
         (COMPLETIONS, {"pdctl": {"room": 1}}, "pdctl"),
         (COMPLETIONS, {"kv_transfer_params": {}}, "kv_transfer_params"),
     ],
@@ -103,6 +119,14 @@ def test_nulls_are_absent_and_the_model_is_filled_in() -> None:
 def test_one_prompt_passes_and_a_batch_of_one_is_that_one(prompt: object) -> None:
     assert checked(COMPLETIONS, {**TEXT, "prompt": prompt})["prompt"] == prompt
     assert checked(COMPLETIONS, {**TEXT, "prompt": [prompt]})["prompt"] == prompt
+
+
+def test_a_call_of_a_tool_and_logprobs_of_either_kind_pass() -> None:
+    """As the openai client sends them."""
+    told = {**CHAT, "messages": [called(), called(arguments='{"a": 1}'), called(arguments="")]}
+    assert checked(CHAT_COMPLETIONS, told) == told
+    for asked in (True, 2):
+        assert checked(COMPLETIONS, {**TEXT, "logprobs": asked})["logprobs"] is asked
 
 
 def test_response_format_text_is_fine() -> None:

@@ -30,7 +30,7 @@ from pdctl.engines.channel import (
     ToAgent,
     encode,
 )
-from pdctl.engines.interface import Leg
+from pdctl.engines.interface import EngineSpec, Leg
 from pdctl.engines.mlx.options import option_arguments
 from pdctl.engines.mlx.spec import MlxSpec
 from pdctl.handoff.counters import Counters
@@ -138,6 +138,8 @@ def _read_or_end(stream: Any, length: int) -> bytes | None:
 
 class Process:
     """One replica's server process and its agent. Use as a context."""
+
+    spec: EngineSpec = SPEC
 
     def __init__(
         self,
@@ -286,8 +288,8 @@ class Pair:
     ) -> tuple[tuple[int, dict[str, Any]], tuple[int, dict[str, Any]]]:
         """Both legs at once; (status, answer) of prefill and of decode."""
         leg = leg or self.leg()
-        prefill = self.prefill.send(path, SPEC.prefill_body(body, leg))
-        decode = self.decode.post(path, SPEC.decode_body(body, leg))
+        prefill = self.prefill.send(path, self.prefill.spec.prefill_body(body, leg))
+        decode = self.decode.post(path, self.decode.spec.decode_body(body, leg))
         response = prefill.getresponse()
         answer = response.status, json.loads(response.read())
         prefill.close()
@@ -296,8 +298,8 @@ class Pair:
     def events(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
         """The decode leg streamed, after prefill has succeeded too."""
         leg = self.leg()
-        prefill = self.prefill.send(path, SPEC.prefill_body(body, leg))
-        found = self.decode.events(path, SPEC.decode_body(body, leg))
+        prefill = self.prefill.send(path, self.prefill.spec.prefill_body(body, leg))
+        found = self.decode.events(path, self.decode.spec.decode_body(body, leg))
         response = prefill.getresponse()
         assert response.status == 200, response.read()
         prefill.close()

@@ -1,0 +1,191 @@
+"""The two ends of one request's handoff, beside vLLM's blocks.
+
+Threads: vLLM's worker thread runs the steps; the handoff's own threads call the sink and the
+outbound's callbacks. Nothing here blocks the worker thread but the copies out of its blocks.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from typing import Protocol
+
+from pdctl.engines.interface import Leg
+from pdctl.errors import HandoffCancelled, HandoffError, HandoffExpired
+from pdctl.handoff.page import Patterns
+from pdctl.handoff.receiver import Inbound, Receiver
+from pdctl.handoff.sender import Outbound, Sender
+from pdctl.handoff.sink import Want
+from pdctl.topology.model import PAGE_TOKENS
+from pdctl.trace import monotonic_s
+
+log = logging.getLogger("pdctl.engines.vllm")
+
+
+class Blocks(Protocol):
+    """The engine's KV memory (`layout.py`)."""
+
+    def read(self, blocks: Sequence[int], start: int, stop: int, into: Patterns) -> None: ...
+
+    def write(
+        self, blocks: Sequence[int], start: int, stop: int, first_layer: int, piece: Patterns
+    ) -> None: ...
+
+
+class Desk(Protocol):
+    """Where legs tell the worker's half, from any thread, what the scheduler must know."""
+
+    def reserved(self, request_id: str) -> None: ...
+
+    def offered(self, request_id: str) -> None: ...
+
+    def failed(self, request_id: str) -> None:
+        """Before the request had blocks for it."""
+        ...
+
+    def loaded(self, request_id: str, lost: Sequence[int]) -> None:
+        """Nothing is written any more; `lost` blocks do not hold what they should. Exactly
+        once for each request that was given blocks to be filled (U1)."""
+        ...
+
+    def observe(self, phase: str, seconds: float) -> None: ...
+
+
+class PrefillLeg:
+    """Sends a prompt's positions after each step that computed some."""
+
+    def __init__(self, request_id: str, desk: Desk, blocks: Blocks, tokens: int) -> None:
+        self._request_id = request_id
+        self._desk = desk
+        self._blocks = blocks
+        self._tokens = tokens
+        self._outbound: Outbound | None = None
+        self._reserved_at: float | None = None
+        self._held = 0
+        """High-water mark: positions that are in the pages, whatever vLLM recomputes."""
+
+    def start(self, sender: Sender, leg: Leg, token_ids: Sequence[int]) -> None:
+        """Worker thread. Raises what `Sender.admit` raises: nothing is reserved then."""
+        self._outbound = sender.admit(
+            leg, token_ids, on_reserved=self._on_reserved, on_settled=self._on_settled
+        )
+
+    def computed(self, blocks: Sequence[int], positions: int) -> None:
+        """Worker thread, after the forward: `positions` of the prompt stand in `blocks`."""
+        outbound = self._outbound
+        if outbound is None or positions <= self._held:
+            return
+        computed_at = monotonic_s()
+        if self._held < positions == self._tokens and self._reserved_at is not None:
+            self._desk.observe("prefill", computed_at - self._reserved_at)
+        try:
+            self._copy(outbound, blocks, min(positions, self._tokens - 1), computed_at)
+            if positions == self._tokens and outbound.begin_last():
+                self._copy(outbound, blocks, positions, computed_at)
+        except HandoffError as error:
+            log.debug("room=%s nothing more is exported: %s", outbound.room, error)
+
+    def _copy(
+        self, outbound: Outbound, blocks: Sequence[int], stop: int, computed_at: float
+    ) -> None:
+        if stop > self._held:
+            self._blocks.read(blocks, self._held, stop, outbound.pages())
+            self._held = stop
+        outbound.written(stop, computed_at)
+
+    def finish(self, first_token: int | None) -> None:
+        """Worker thread: the request has ended in the engine."""
+        if self._outbound is None:
+            return
+        if first_token is None:
+            self._outbound.cancel()
+        else:
+            self._outbound.finish(first_token)
+
+    def broke(self, error: Exception) -> None:
+        """Worker thread: the pages can't be filled."""
+        if self._outbound is not None:
+            self._outbound.fail(HandoffError(f"the prefill engine failed: {error!r}"))
+
+    def _on_reserved(self, outbound: Outbound) -> None:
+        self._reserved_at = monotonic_s()
+        self._desk.reserved(self._request_id)
+
+    def _on_settled(self, outbound: Outbound) -> None:
+        if outbound.error is not None:
+            self._desk.failed(self._request_id)
+
+
+class DecodeLeg:
+    """A `PageSink`: fills the first n-1 positions of a request's blocks.
+
+    Given blocks, it ends in exactly one `Desk.loaded`; never given any, in `Desk.failed`.
+    """
+
+    def __init__(self, request_id: str, desk: Desk, blocks: Blocks) -> None:
+        self._request_id = request_id
+        self._desk = desk
+        self._memory = blocks
+        self._lock = threading.Lock()
+        self._answered = threading.Event()
+        self._inbound: Inbound | None = None
+        self._blocks: list[int] = []
+        self._private: list[int] = []
+        self._held = self._positions = 0
+        self._placed = self._cancelled = self._over = False
+        self.committed_at: float | None = None
+
+    def start(self, receiver: Receiver, leg: Leg, token_ids: Sequence[int]) -> None:
+        """Worker thread. Raises what `Receiver.fetch` raises."""
+        self._positions = len(token_ids) - 1
+        self._inbound = receiver.fetch(leg, token_ids, self)
+
+    def place(self, blocks: list[int], held_tokens: int, private: list[int]) -> None:
+        """Worker thread: the request has blocks; `private` is empty where it needs nothing."""
+        with self._lock:
+            self._blocks, self._private, self._held = blocks, private, held_tokens
+            self._placed = True
+            over = self._over
+        if over and private:
+            self._desk.loaded(self._request_id, private)
+        self._answered.set()
+
+    def finish(self) -> None:
+        """Worker thread: the request has ended in the engine; what is still under way ends."""
+        self._cancelled = True
+        if self._inbound is not None:
+            self._inbound.cancel()
+        self._answered.set()
+
+    # -- PageSink
+
+    def offered(self, tokens: int, deadline: float) -> Want:
+        self._desk.offered(self._request_id)
+        if not self._answered.wait(max(0.0, deadline - monotonic_s())):
+            raise HandoffExpired("the decode engine had no free blocks before the deadline")
+        if self._cancelled:
+            raise HandoffCancelled("the request has ended")
+        return Want(tokens=self._positions, held_tokens=self._held)
+
+    def write(self, page: int, first_layer: int, piece: Patterns) -> None:
+        start = max(page * PAGE_TOKENS, self._held)
+        stop = min((page + 1) * PAGE_TOKENS, self._positions)
+        if start < stop:
+            self._memory.write(self._blocks, start, stop, first_layer, piece)
+
+    def commit(self, first_token: int | None) -> None:
+        with self._lock:
+            self._over = True
+        self.committed_at = monotonic_s()
+        if self._private:
+            self._desk.loaded(self._request_id, ())
+
+    def abort(self, error: HandoffError) -> None:
+        with self._lock:
+            self._over = True
+            placed, private = self._placed, self._private
+        if private:
+            self._desk.loaded(self._request_id, private)
+        elif not placed:
+            self._desk.failed(self._request_id)

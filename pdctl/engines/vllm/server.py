@@ -1,0 +1,50 @@
+"""`python -m pdctl.engines.vllm.server`: vLLM's OpenAI server, as a replica of a cluster.
+
+It takes that server's own options. `vllm serve` itself needs metadata that the CPU builds
+lack; its module is what that command runs. The connector, in the worker's process, attaches to
+the agent (`session.py`); this process holds no secret.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+
+from pdctl.engines.channel import REPLICA_ENV, SOCKET_ENV
+from pdctl.errors import LaunchError, UsageError
+
+log = logging.getLogger("pdctl.engines.vllm")
+
+
+def main() -> None:
+    missing = [name for name in (SOCKET_ENV, REPLICA_ENV) if name not in os.environ]
+    if missing:
+        sys.stderr.write(
+            f"error: {missing[0]} is not set\n\nhint: engines are started by `pdctl up`\n"
+        )
+        sys.exit(UsageError.exit_code)
+    # a model's "~" is this host's home
+    sys.argv = [os.path.expanduser(argument) for argument in sys.argv]
+    try:
+        serve()
+    except (OSError, RuntimeError, ValueError) as error:
+        sys.stderr.write(f"error: vLLM ended: {type(error).__name__}: {error}\n")
+        sys.exit(LaunchError.exit_code)
+
+
+def serve() -> None:
+    """Until a signal; what `vllm.entrypoints.openai.api_server` does as a program (0.28.0)."""
+    import uvloop
+    from vllm.entrypoints.openai import api_server
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    api_server.cli_env_setup()
+    parser = api_server.make_arg_parser(FlexibleArgumentParser(description=__doc__))
+    arguments = parser.parse_args()
+    api_server.validate_parsed_serve_args(arguments)
+    uvloop.run(api_server.run_server(arguments))
+
+
+if __name__ == "__main__":
+    main()

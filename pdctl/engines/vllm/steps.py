@@ -1,0 +1,91 @@
+"""What the scheduler's half and the worker's half of the connector tell each other, per step.
+
+They may be one process (CUDA) or two (CPU): everything here is plain and picklable, and
+travels in vLLM's own connector metadata, forwards with a step and back with its output.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+from pdctl.engines.interface import Leg
+
+
+class Begin(msgspec.Struct, frozen=True, kw_only=True):
+    """A request with a leg has come."""
+
+    request_id: str
+    leg: Leg
+    token_ids: list[int]
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """A decode request has its blocks: positions [held_tokens, tokens - 1) are to be filled."""
+
+    request_id: str
+    blocks: list[int]
+    held_tokens: int
+    private: list[int]
+    """Those of the blocks that this request shares with nobody."""
+
+
+class Export(msgspec.Struct, frozen=True, kw_only=True):
+    """After this step, positions [0, positions) of a prefill request stand in `blocks`."""
+
+    request_id: str
+    blocks: list[int]
+    positions: int
+
+
+class Doom(msgspec.Struct, frozen=True, kw_only=True):
+    """A request whose handoff failed before it had blocks: these are to be reported as not
+    loaded, which is how vLLM fails one request."""
+
+    request_id: str
+    blocks: list[int]
+
+
+class Finish(msgspec.Struct, frozen=True, kw_only=True):
+    """The request has ended in the engine; None where it was aborted or failed."""
+
+    request_id: str
+    first_token: int | None
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True):
+    """What the engine has, for the counters."""
+
+    requests_active: int = 0
+    prompt_tokens: int = 0
+    """Since the last step; `output_tokens` too."""
+    output_tokens: int = 0
+
+
+class Step(msgspec.Struct, frozen=True, kw_only=True):
+    """One step's orders, in the order in which the worker's half obeys them."""
+
+    begin: list[Begin] = []
+    place: list[Place] = []
+    doom: list[Doom] = []
+    finish: list[Finish] = []
+    starts: list[str] = []
+    """Requests whose first forward on imported positions is in this step."""
+    export: list[Export] = []
+    load: Load = Load()
+
+
+class News(enum.StrEnum):
+    RESERVED = "reserved"
+    """Prefill: the pages of the whole prompt are there."""
+    OFFERED = "offered"
+    """Decode: the sender has reserved and offered the prompt."""
+    FAILED = "failed"
+
+
+class Notice(msgspec.Struct, frozen=True, kw_only=True):
+    """What the worker's half tells back about one request."""
+
+    request_id: str
+    news: News

@@ -1,0 +1,145 @@
+"""The connector's half in vLLM's worker: it owns the handoff's ends and obeys steps.
+
+The worker's process is the one that owns KV memory, so it is the one that attaches to the
+agent: the key and the contract come over the agent's 0600 socket into this process alone, and
+neither vLLM's scheduler nor its HTTP server ever has them.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+
+from pdctl.engines.channel import Failed
+from pdctl.engines.vllm.legs import Blocks, DecodeLeg, PrefillLeg
+from pdctl.engines.vllm.session import Session
+from pdctl.engines.vllm.steps import Begin, Doom, Export, Finish, News, Notice, Place, Step
+from pdctl.errors import HandoffError
+from pdctl.trace import monotonic_s
+
+log = logging.getLogger("pdctl.engines.vllm")
+
+
+class WorkerHalf:
+    """`obey`, `forwarded` and `collect` are called in that order by the worker's thread, once
+    a step; the `Desk` methods by any thread."""
+
+    def __init__(self, session: Session, blocks: Blocks) -> None:
+        self._session = session
+        self._blocks = blocks
+        self._prefill: dict[str, PrefillLeg] = {}
+        self._decode: dict[str, DecodeLeg] = {}
+        self._started: list[float] = []
+        self._lock = threading.Lock()
+        self._notices: list[Notice] = []
+        self._loaded: set[str] = set()
+        self._lost: set[int] = set()
+
+    def obey(self, step: Step) -> None:
+        """Before the forward, and also in a step without one."""
+        self._session.count(step.load)
+        for begin in step.begin:
+            self._begin(begin)
+        for place in step.place:
+            self._place(place)
+        for doom in step.doom:
+            self._doomed(doom)
+        for request_id in step.starts:
+            self._starts(request_id)
+        for finish in step.finish:
+            self._finish(finish)
+
+    def forwarded(self, step: Step) -> None:
+        """After the forward: what it computed stands in the blocks."""
+        for export in step.export:
+            self._export(export)
+        now = monotonic_s()
+        for started_at in self._started:
+            self.observe("first_token", now - started_at)
+        self._started.clear()
+
+    def collect(self) -> tuple[list[Notice], set[str], set[int]]:
+        """(news, requests whose loading has ended, blocks that were not filled) since the last
+        step, in one look: a request's lost blocks never come without its end."""
+        with self._lock:
+            found = self._notices, self._loaded, self._lost
+            self._notices, self._loaded, self._lost = [], set(), set()
+        return found
+
+    # -- Desk, from any thread
+
+    def reserved(self, request_id: str) -> None:
+        self._note(request_id, News.RESERVED)
+
+    def offered(self, request_id: str) -> None:
+        self._note(request_id, News.OFFERED)
+
+    def failed(self, request_id: str) -> None:
+        self._note(request_id, News.FAILED)
+
+    def loaded(self, request_id: str, lost: Sequence[int]) -> None:
+        with self._lock:
+            self._loaded.add(request_id)
+            self._lost.update(lost)
+
+    def observe(self, phase: str, seconds: float) -> None:
+        self._session.board.observe(phase, seconds)
+
+    # -- inside, on the worker's thread
+
+    def _note(self, request_id: str, news: News) -> None:
+        with self._lock:
+            self._notices.append(Notice(request_id=request_id, news=news))
+
+    def _begin(self, begin: Begin) -> None:
+        leg, replica = begin.leg, self._session.replica
+        side = "prefill" if leg.prefill == replica else "decode"
+        try:
+            if leg.prefill == replica and self._session.sender is not None:
+                sending = PrefillLeg(begin.request_id, self, self._blocks, len(begin.token_ids))
+                self._prefill[begin.request_id] = sending
+                sending.start(self._session.sender, leg, begin.token_ids)
+            elif leg.decode == replica and self._session.receiver is not None:
+                receiving = DecodeLeg(begin.request_id, self, self._blocks)
+                self._decode[begin.request_id] = receiving
+                receiving.start(self._session.receiver, leg, begin.token_ids)
+            else:
+                raise HandoffError(f'replica "{replica}" is no end of {leg.prefill}>{leg.decode}')
+        except HandoffError as error:
+            failed = Failed(room=leg.room, leg=side, cause=error.cause, detail=error.message)
+            self._session.report(failed)
+            self.failed(begin.request_id)
+
+    def _place(self, place: Place) -> None:
+        self._decode[place.request_id].place(place.blocks, place.held_tokens, place.private)
+
+    def _doomed(self, doom: Doom) -> None:
+        self.loaded(doom.request_id, doom.blocks)
+
+    def _starts(self, request_id: str) -> None:
+        receiving = self._decode.get(request_id)
+        if receiving is None or receiving.committed_at is None:
+            return
+        now = monotonic_s()
+        self.observe("import", now - receiving.committed_at)
+        self._started.append(now)
+
+    def _finish(self, finish: Finish) -> None:
+        sending = self._prefill.pop(finish.request_id, None)
+        if sending is not None:
+            sending.finish(finish.first_token)
+        receiving = self._decode.pop(finish.request_id, None)
+        if receiving is not None:
+            receiving.finish()
+
+    def _export(self, export: Export) -> None:
+        sending = self._prefill.get(export.request_id)
+        if sending is None:
+            return
+        try:
+            sending.computed(export.blocks, export.positions)
+        # a copy that fails ends that handoff; the engine and the others go on (R34)
+        except Exception as error:
+            log.exception("request=%s the export failed", export.request_id)
+            sending.broke(error)

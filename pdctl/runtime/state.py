@@ -253,6 +253,8 @@ def declared_name(path: Path) -> str:
         TopologyError: it has none.
     """
     try:
+        if path.exists() and not path.is_file():
+            raise OSError("it is no regular file")
         name = tomllib.loads(path.read_text("utf-8-sig"))["name"]
     except (OSError, ValueError, KeyError, RecursionError) as error:
         raise TopologyError(

@@ -8,8 +8,10 @@ fields (`rules.py`) still see the rest. Only a `Draft` without errors is a topol
 from __future__ import annotations
 
 import difflib
+import errno
 import os
 import re
+import stat
 import tomllib
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -79,8 +81,7 @@ def read(path: str | os.PathLike[str]) -> Draft:
     """Reads a file without the rules across fields; see `Draft`."""
     source = os.fspath(path)
     try:
-        with Path(path).expanduser().open("rb") as file:
-            raw = file.read(MAX_FILE_BYTES + 1)
+        raw = _content(Path(path).expanduser())
         text = raw.decode("utf-8-sig")
     except FileNotFoundError:
         hint = "`pdctl init` writes a starter topology"
@@ -97,6 +98,15 @@ def read(path: str | os.PathLike[str]) -> Draft:
     if len(raw) > MAX_FILE_BYTES:
         return _unreadable("unreadable", f"{source} is over 1 MiB, which no topology is")
     return read_text(text, source)
+
+
+def _content(path: Path) -> bytes:
+    """OSError for what is no regular file either: opening a pipe would wait for its writer."""
+    mode = path.stat().st_mode
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise OSError(errno.EINVAL, "it is no regular file")
+    with path.open("rb") as file:
+        return file.read(MAX_FILE_BYTES + 1)
 
 
 def read_text(text: str, source: str = "topology") -> Draft:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from topology.texts import GOOD, edited
 
+from pdctl.errors import TopologyError
+from pdctl.runtime.state import declared_name
 from pdctl.topology.diagnostics import Diagnostic
 from pdctl.topology.load import load, loads, nearest
 from pdctl.topology.model import Engine, OnFailure, Role, Transport
@@ -150,6 +153,18 @@ def test_a_missing_file_is_a_diagnostic(tmp_path: Path) -> None:
     binary = tmp_path / "binary.toml"
     binary.write_bytes(b"\xff\xfe\x00")
     assert load(binary)[1][0].code == "topology.syntax"
+
+
+def test_what_is_no_file_is_refused_before_it_is_opened(tmp_path: Path) -> None:
+    """A pipe without a writer would be waited for, a device read without end."""
+    pipe = tmp_path / "pipe.toml"
+    os.mkfifo(pipe)
+    for path in (pipe, Path("/dev/zero")):
+        (problem,) = load(path)[1]
+        assert problem.code == "topology.unreadable"
+        assert problem.summary == f"{path} can't be read: it is no regular file"
+        with pytest.raises(TopologyError):
+            declared_name(path)
 
 
 WORDS = st.sampled_from(

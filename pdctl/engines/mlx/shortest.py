@@ -22,7 +22,7 @@ class Shortest:
     def __init__(self, tokenizer: Any) -> None:
         self._token_bytes: int | None = None
         self._uncounted = b""
-        model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
+        model: Any = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
         if type(model).__name__ != "BPE" or model.fuse_unk:
             return
         vocabulary = tokenizer.get_vocab()

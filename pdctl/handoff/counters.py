@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left
+from collections.abc import Callable
 
 import msgspec
 
@@ -79,6 +80,8 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
     """By cause (`pdctl.errors.HANDOFF_CAUSES`)."""
     phases: dict[str, Histogram] = {}
     pairs: dict[str, PairCounters] = {}
+    rooms: dict[int, float] = {}
+    """Open handoffs: room → seconds since its last progress."""
 
 
 class CounterBoard:
@@ -91,6 +94,11 @@ class CounterBoard:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counters = Counters()
+        self._watched: tuple[Callable[[], dict[int, float]], ...] = ()
+
+    def watch(self, rooms: Callable[[], dict[int, float]]) -> None:
+        """`rooms` tells, on any thread, of the open handoffs as `Counters.rooms` does."""
+        self._watched += (rooms,)
 
     def add(self, *, peer: str | None = None, **amounts: int) -> None:
         """Adds (or, with a negative amount, takes) to counters; `peer` also to its pair."""
@@ -128,4 +136,6 @@ class CounterBoard:
             self._counters = msgspec.structs.replace(now, phases={**now.phases, phase: histogram})
 
     def read(self) -> Counters:
-        return self._counters
+        rooms = {room: idle_s for watched in self._watched for room, idle_s in watched().items()}
+        counters = self._counters
+        return msgspec.structs.replace(counters, rooms=rooms) if rooms else counters

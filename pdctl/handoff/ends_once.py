@@ -82,6 +82,10 @@ class EndsOnce:
         """Bytes of a page left at that time: progress, however slow (R5)."""
         self._deadline.progressed(payload_at)
 
+    def idle_s(self, now: float) -> float:
+        """Seconds since its last progress."""
+        return self._deadline.idle_s(now)
+
     def check(self, now: float) -> None:
         """Expires the handoff when its time is over."""
         if self._deadline.passed(now):

@@ -62,6 +62,7 @@ class Inbound:
         self._lock = threading.Lock()
         self._machine = receiving()
         self._link: Link | None = None
+        self._received_before = 0
         self._over = False
         name = f"pdctl-fetch-{leg.room:x}"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -97,6 +98,7 @@ class Inbound:
             if self.error is not None:
                 raise self.error
             self._link = link
+            self._received_before = link.payload_bytes
             link.life.start(link.clock())
 
     def check(self, now: float) -> None:
@@ -121,7 +123,11 @@ class Inbound:
         elif verdict is Verdict.RENEW and link is not None:
             with self._lock:
                 if self._machine.state not in (Receiving.NEW, *RECEIVER_FINAL):
-                    link.send_now(wire.Renew(tokens=0), self.room)
+                    link.send_now(wire.Renew(tokens=self._received_tokens(link)), self.room)
+
+    def _received_tokens(self, link: Link) -> int:
+        received = link.payload_bytes - self._received_before
+        return received * link.geometry.page_tokens // link.geometry.page_bytes
 
     # -- the end -------------------------------------------------------------------------
 

@@ -54,6 +54,10 @@ class Deadline:
         """Positions were computed, sent or received at `now`; earlier times change nothing."""
         self._progress_at = max(self._progress_at, now)
 
+    def idle_s(self, now: float) -> float:
+        """Since the last progress."""
+        return max(0.0, now - self._progress_at)
+
     def passed(self, now: float) -> bool:
         return now >= self.at
 

@@ -31,6 +31,8 @@ class Link:
         self.life = Life(clock())
         self.payload_at = clock()
         """When a byte of a page was last sent or received."""
+        self.payload_bytes = 0
+        """Of pages received, ever."""
         self._sending = threading.Lock()
         self._scratch: memoryview | None = None
         self._header = memoryview(bytearray(wire.HEADER_BYTES))
@@ -99,6 +101,7 @@ class Link:
         while got < header.length:
             count = self._receive(piece[got : got + PART_BYTES])
             self.payload_at = self.life.heard_at
+            self.payload_bytes += count
             check.update(piece[got : got + count])
             got += count
         check.finish()

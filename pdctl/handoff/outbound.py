@@ -81,6 +81,7 @@ class Outbound(EndsOnce):
         self._pages: Patterns | None = None
         self._schedule = Schedule(geometry, prompt.tokens)
         self._computed_at = self.admitted_at
+        self._received = 0
 
     # -- the engine's side ---------------------------------------------------------------
 
@@ -187,11 +188,15 @@ class Outbound(EndsOnce):
         self.peer = peer
         peer.engage(self)
 
-    def renewed(self) -> None:
-        """The receiver's Renew; only its bytes matter, unless it is out of order."""
+    def renewed(self, received: int) -> None:
+        """The receiver's Renew: more positions received than before are progress (R5)."""
         with self._changed:
-            if not self.over:
-                self._machine.on(Event.RENEW)
+            if self.over:
+                return
+            self._machine.on(Event.RENEW)
+            if received > self._received:
+                self._received = received
+                self._deadline.progressed(self._clock())
 
     def reserve(self) -> bool:
         """The budget was granted; False where the handoff is over already."""

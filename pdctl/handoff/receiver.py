@@ -44,6 +44,7 @@ class Receiver(ReplicaEnd):
         self._lock = threading.Lock()
         self._active: set[Inbound] = set()
         self._closed = False
+        self._board.watch(self._idle_rooms)
         self._pulse = Pulse("pdctl-fetch-pulse", self.check)
         self._pulse.start()
         self._services = Services(
@@ -96,6 +97,12 @@ class Receiver(ReplicaEnd):
             inbound.check(now)
         self._idle.expire(now)
         return bool(active)
+
+    def _idle_rooms(self) -> dict[int, float]:
+        now = self._clock()
+        with self._lock:
+            active = list(self._active)
+        return {inbound.room: inbound.deadline.idle_s(now) for inbound in active}
 
     def _connect(self, inbound: Inbound) -> Link:
         address = parse_address(inbound.leg.sender)

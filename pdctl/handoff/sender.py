@@ -65,6 +65,7 @@ class Sender(ReplicaEnd):
         self._lock = threading.Lock()
         self._servings: set[Serving] = set()
         self._closing = threading.Event()
+        self._board.watch(self._idle_rooms)
         self._listener: Listener | None = None
         self._acceptor = threading.Thread(target=self._accept, name="pdctl-accept", daemon=True)
         self._pulse = Pulse("pdctl-send-pulse", self.check)
@@ -152,6 +153,10 @@ class Sender(ReplicaEnd):
         for outbound in open_rooms:
             outbound.check(now)
         return bool(open_rooms) or any(serving.busy for serving in servings)
+
+    def _idle_rooms(self) -> dict[int, float]:
+        now = self._clock()
+        return {outbound.room: outbound.idle_s(now) for outbound in self._rooms.open()}
 
     def _prepared(
         self, leg: Leg, token_ids: Sequence[int], on_reserved: Callable[[Outbound], None]

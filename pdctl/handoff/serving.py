@@ -163,7 +163,7 @@ class Serving:
         outbound = self._outbound
         if isinstance(message, wire.Renew):
             if outbound is not None and header.room == self._room:
-                outbound.renewed()
+                outbound.renewed(message.tokens)
             return
         if header.room != self._room:
             raise ProtocolViolation(f"the peer sent {header.kind.name} of room {header.room}")

@@ -124,7 +124,8 @@ class Abort(Message, frozen=True, kw_only=True):
 
 
 class Renew(Message, frozen=True, kw_only=True):
-    """Either end: still there. `tokens` positions are computed so far (0 from a receiver)."""
+    """Either end: still there. `tokens` positions are computed so far; from a receiver, are
+    received: what the sender's kernel still holds is not delivered, and may take long."""
 
     tokens: Count
 

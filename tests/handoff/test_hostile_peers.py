@@ -438,3 +438,52 @@ def test_progress_that_is_only_computed_renews_the_receivers_deadline():
         assert renewed == [False] * 30
         assert inbound.settled.wait(WAIT_S)
         fake.close()
+
+
+def test_what_the_receiver_has_received_renews_the_senders_deadline():
+    """R5: pages that left the sender long ago still arrive, out of its kernel, over a slow link:
+    more received is progress; the same number again is not."""
+    transport, clock = MemoryTransport(), Clock()
+    with both_ends(transport, clock=clock) as ends:
+        leg = ends.leg(timeout_s=20.0)
+        outbound = ends.admit(leg, IDS, Prefill())
+        with proved_link(transport, ends.port) as link:
+            say_hello(link, leg)
+            assert isinstance(hear(link), wire.Offer)
+            over = []
+            for received in (*range(1, 31), *[30] * 8):
+                seen = Once(outbound, "renewed")
+                link.send(wire.Renew(tokens=received), leg.room)
+                seen.wait()
+                clock.now += 2.0
+                ends.sender.check()
+                over.append(outbound.over)
+            assert over == [False] * 38
+            clock.now += 2.0
+            ends.sender.check()
+            assert outbound.settled.wait(WAIT_S)
+        assert outbound.error is not None
+        assert outbound.error.cause == "expired"
+
+
+def test_a_receiver_says_how_much_it_has_received():
+    """R5: every byte of a page counts, also of one that is not complete."""
+    transport, clock = MemoryTransport(), Clock()
+    with both_ends(transport, clock=clock) as ends:
+        fake = FakeSender(transport)
+        leg = ends.leg(sender=f"127.0.0.1:{fake.port}", timeout_s=20.0)
+        inbound = ends.receiver.fetch(leg, IDS, Sink())
+        with fake.accept() as link:
+            room = hear_hello(link)
+            link.send(wire.Offer(tokens=TOKENS, token_sha256=tokens_digest(IDS), pages=3), room)
+            assert isinstance(hear(link), wire.Grant)
+            piece = memoryview(kv(TOKENS)[0].tobytes())
+            raw = wire.piece_header(room, 0, 0, 2, piece) + piece
+            link.connection.send([memoryview(raw)[: wire.HEADER_BYTES + piece.nbytes // 2]])
+            assert transport.links[0].drained(WAIT_S)
+            clock.now += 2.0
+            ends.receiver.check()
+            renewed = link.read_message(link.read_header())
+            assert renewed == wire.Renew(tokens=32)
+        assert inbound.settled.wait(WAIT_S)
+        fake.close()

@@ -7,7 +7,7 @@ the try, both connections are closed and what an engine may still run is aborted
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 import anyio
@@ -70,6 +70,8 @@ class Attempt:
         prefill: the other one, or None.
         room: what aborts name; None without a handoff.
         timeout_s: the deadline, counted from the last progress.
+        idle: asks the engines for the seconds since the handoff's own last progress; None
+            where it is over, or they can't be asked.
         recomputes: `on_failure = "recompute"`: prefill's failure leaves the decode leg open,
             which then computes the prompt itself. The failure is kept in `absorbed`.
     """
@@ -84,6 +86,7 @@ class Attempt:
         timeout_s: float,
         delivery: Delivery,
         aborter: Aborter,
+        idle: Callable[[], Awaitable[float | None]],
         recomputes: bool = False,
     ) -> None:
         self._decode = decode
@@ -94,6 +97,7 @@ class Attempt:
         self._timeout_s = timeout_s
         self._delivery = delivery
         self._aborter = aborter
+        self._idle = idle
         self._recomputes = recomputes
         self.absorbed: RequestFailed | None = None
         self._prefilled = anyio.Event()
@@ -202,14 +206,19 @@ class Attempt:
     async def _expire(self, tasks: TaskGroup) -> None:
         while True:
             left_s = self._deadline - anyio.current_time()
-            if left_s <= 0:
+            if left_s > 0:
+                await anyio.sleep(left_s)
+                continue
+            idle_s = None if self._prefill is None else await self._idle()
+            if idle_s is None or idle_s >= self._timeout_s:
                 break
-            await anyio.sleep(left_s)
+            self._renew(idle_s)
         late = next((call for call in self._calls if not call.finished), self._decode)
         self._fail(late.expired(self._timeout_s), tasks)
 
-    def _renew(self) -> None:
-        self._deadline = anyio.current_time() + self._timeout_s
+    def _renew(self, idle_s: float = 0.0) -> None:
+        until_s = anyio.current_time() + self._timeout_s - idle_s
+        self._deadline = max(self._deadline, until_s)
 
     def _fail(self, failure: RequestFailed, tasks: TaskGroup) -> None:
         """Ends the try; an echo first leaves the other leg a moment to say what happened."""

@@ -12,6 +12,7 @@ import itertools
 import logging
 import secrets
 import time
+from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from typing import Protocol
 
@@ -35,6 +36,7 @@ from pdctl.runtime.router.policy import (
     preferred,
     unready,
 )
+from pdctl.runtime.router.progress import HandoffProgress
 from pdctl.runtime.router.request import Ask, objections
 from pdctl.topology.model import OnFailure, Policy, Role
 
@@ -59,11 +61,13 @@ class Relay:
         session: aiohttp.ClientSession,
         aborter: Aborter,
         tally: Tally,
+        refresh: Callable[[], Awaitable[bool]],
     ) -> None:
         self._roster = roster
         self._session = session
         self._aborter = aborter
         self._tally = tally
+        self._refresh = refresh
         self._turns = itertools.count()
         self.adopt(assignment)
 
@@ -133,6 +137,7 @@ class Relay:
                 timeout_s=timeout_s,
                 delivery=delivery,
                 aborter=self._aborter,
+                idle=HandoffProgress(self._roster, path, room or 0, self._refresh).idle_s,
                 recomputes=recomputes,
             )
             try:

@@ -62,7 +62,14 @@ class Router:
         async with open_session() as session, anyio.create_task_group() as tasks:
             self._session = session
             self.aborter = Aborter(session, tasks)
-            relay = Relay(self.assignment, self.roster, session, self.aborter, self.meter)
+            relay = Relay(
+                self.assignment,
+                self.roster,
+                session,
+                self.aborter,
+                self.meter,
+                self.link.refresh,
+            )
             self.link.on_assignment = partial(self._adopt, relay)
             canary = Canary(relay, self.roster)
             front = Front(

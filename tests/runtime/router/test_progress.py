@@ -1,0 +1,49 @@
+"""A handoff that moves on while no leg says anything, as its two ends tell."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from runtime.router.cluster import CHAT, cluster
+from runtime.router.fakes import answers
+
+from pdctl.handoff.counters import Counters
+
+pytestmark = pytest.mark.anyio
+
+TIMEOUT_S = 0.3
+
+
+def moves(*idle_s: float):
+    """A decode leg that answers after that many times 0.2 s; meanwhile its replica tells these
+    seconds since the room's last progress."""
+
+    async def leg(engine, request, body):
+        for told in idle_s:
+            engine.counters = Counters(rooms={body["pdctl"]["room"]: told})
+            await asyncio.sleep(0.2)
+        engine.counters = Counters()
+        return await answers(engine, request, body)
+
+    return leg
+
+
+async def test_it_renews_the_deadline() -> None:
+    """R5: slower than the deadline in all, yet every report is of recent progress."""
+    async with cluster(timeout_s=TIMEOUT_S) as c:
+        c["d0"].on["decode"] = moves(0.01, 0.02, 0.01, 0.03, 0.02)
+        assert (await c.ask(CHAT)).status == 200
+
+
+@pytest.mark.parametrize(
+    "idle_s",
+    [(TIMEOUT_S,) * 8, (0.01,) * 8],
+    ids=["no progress for that long", "a replica that does not answer any more"],
+)
+async def test_it_ends_where_nothing_moves(idle_s: tuple[float, ...]) -> None:
+    """R6: the same number again is an old report, not progress."""
+    async with cluster(timeout_s=TIMEOUT_S) as c:
+        c["d0"].on["decode"] = moves(*idle_s)
+        answer = await c.ask(CHAT)
+        assert (answer.status, (await answer.json())["error"]["code"]) == (504, "deadline")

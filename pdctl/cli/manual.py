@@ -34,7 +34,12 @@ MANUAL = {
         ("init studio.toml", "init studio.toml --from mlx-2p2d --force"),
     ),
     "validate": Manual(
-        {0: "valid; there may be warnings", **CHECKED},
+        {
+            0: "valid; there may be warnings",
+            2: "usage or topology error, a model that is missing on this machine among them",
+            3: CONTRACT,
+            4: "a host is unreachable or not fit; a model that is missing there is that",
+        },
         ("validate studio.toml", "validate studio.toml --offline --json"),
     ),
     "demo-model": Manual(

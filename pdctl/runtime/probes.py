@@ -45,7 +45,8 @@ def _read(replica: Replica, command: Command, answer: Completed | HostError) -> 
     python = command.argv[0]
     subject = f'replica "{replica.name}"'
     if isinstance(answer, HostError):
-        text = f"{subject}: {answer.message}"
+        place = f'host "{replica.host}": '
+        text = f"{subject}: {answer.message.removeprefix(place)}"
         return Diagnostic(
             code="host.python", summary=text, replica=replica.name, field="python", hint=answer.hint
         )
@@ -61,7 +62,7 @@ def _read(replica: Replica, command: Command, answer: Completed | HostError) -> 
     return Diagnostic(
         code="host.probe",
         summary=f"{subject}: {python} can't run {replica.engine}: {last[:300]}",
-        detail=said[-4000:] or None,
+        detail=said[-4000:] if said != last else None,
         replica=replica.name,
         field="python",
         hint=hint,

@@ -178,7 +178,13 @@ class Models:
     ) -> Diagnostic:
         if self._ground.is_far(replica.host):
             code = AT_HOST.get(problem.code, problem.code)
-            problem = msgspec.structs.replace(problem, code=code)
+            hint = problem.hint
+            if code == "host.model_missing":
+                hint = (
+                    f"copy the checkpoint to {replica.host}, for example with rsync or scp, or "
+                    "correct `model`: a directory there that holds config.json"
+                )
+            problem = msgspec.structs.replace(problem, code=code, hint=hint)
         return self._ground.of_replica(problem, replica, field)
 
 

@@ -134,7 +134,7 @@ def explain(
         wrong: why it had to be ended.
     """
     said = [line.strip() for line in stderr.splitlines() if line.strip()]
-    last = f": {said[-1]}" if said else ""
+    last = f": {said[-1].removeprefix('ssh: ')}" if said else ""
     python = _python(host)
     if returncode is None:
         sentence = f"ssh {host.ssh}: {wrong}{last}"
@@ -191,9 +191,22 @@ _HINTS: tuple[tuple[str, Callable[[Host, str], str]], ...] = (
     ),
     (
         "Permission denied",
-        lambda host, _: "add your key there and to your agent (ssh-add)",
+        lambda host, _: (
+            "its user needs your public key (ssh-copy-id), your agent the private one (ssh-add); "
+            f"try: {by_hand(host)} true"
+        ),
     ),
-    ("Connection refused", lambda host, _: f"no sshd listens there; start it, or check {host.ssh}"),
+    (
+        "Connection refused",
+        lambda host, _: (
+            "no sshd listens there: start it, or correct address and port "
+            f"({shlex.join(('ssh', '-G', *_destination(host)))} shows them)"
+        ),
+    ),
+    (
+        "No route to host",
+        lambda host, _: f"it may be asleep, off, or on another network; try: {by_hand(host)} true",
+    ),
     (
         "timed out",
         lambda host, _: f"it may be asleep, off, or behind a firewall; try: {by_hand(host)} true",
@@ -208,6 +221,8 @@ _HINTS: tuple[tuple[str, Callable[[Host, str], str]], ...] = (
     ),
     (
         "No module named",
-        lambda host, _: f"install pdctl there: {_python(host)} -m pip install pdctl=={__version__}",
+        lambda host, _: (
+            f"install pdctl on {host.name}: {_python(host)} -m pip install pdctl=={__version__}"
+        ),
     ),
 )

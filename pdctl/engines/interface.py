@@ -6,6 +6,7 @@ the CLI, the agent and the router, so it must not import its engine.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import msgspec
@@ -63,6 +64,10 @@ class EngineSpec(Protocol):
     """As a decode engine: imports n-1 positions (True) or all n and P's first token."""
     owned_options: frozenset[str]
     """Option names, normalised (lower case, `_` for `-`), that pdctl sets itself."""
+
+    ranking: Mapping[str, Any]
+    """Fields of a completion's body that make this engine name, at each place, the ten
+    likeliest tokens by id, as the canary reads them."""
 
     def check(self, replica: Replica) -> list[Diagnostic]:
         """Problems of `engine_config` and of fields that this engine gives a meaning.

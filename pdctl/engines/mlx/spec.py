@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -41,6 +41,7 @@ class MlxSpec:
     supported = ("0.31.3", "0.33")
     recomputes_last_token = True
     owned_options = frozenset(OWNED)
+    ranking: Mapping[str, Any] = {"logprobs": True, "top_logprobs": 10}
 
     def check(self, replica: Replica) -> list[Diagnostic]:
         found = check_options(replica.engine_config, replica.name)

@@ -30,6 +30,8 @@ from pdctl.topology.model import ComputeDtype, Engine, Role
 log = logging.getLogger("pdctl.engines.vllm")
 
 ATTACH_TIMEOUT_S = 20.0
+SERVED_PATH = "/version"
+"""Answered by vLLM's HTTP server, which listens once its engine is up."""
 HTTP_POLL_S = 0.1
 HTTP_TIMEOUT_S = 5.0
 
@@ -175,7 +177,7 @@ class Session:
     def _serves(self) -> bool:
         connection = HTTPConnection("127.0.0.1", self._http_port, timeout=HTTP_TIMEOUT_S)
         try:
-            connection.request("GET", "/health")
+            connection.request("GET", SERVED_PATH)
             return connection.getresponse().status == 200
         except (OSError, HTTPException):
             return False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -63,6 +63,7 @@ class VllmSpec:
     supported = ("0.28.0", "0.34")
     recomputes_last_token = True
     owned_options = frozenset(OWNED)
+    ranking: Mapping[str, Any] = {"logprobs": 10, "return_tokens_as_token_ids": True}
 
     def check(self, replica: Replica) -> list[Diagnostic]:
         found = check_options(replica.engine_config, replica.name)

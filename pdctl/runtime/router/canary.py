@@ -19,11 +19,13 @@ Tokens whose K and V move together, within what is attended to, change nothing: 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import secrets
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
+from pdctl.engines.registry import spec_for
 from pdctl.runtime.router.endpoints import CHAT_COMPLETIONS, COMPLETIONS
 from pdctl.runtime.router.failure import RequestFailed
 from pdctl.runtime.router.members import Roster, Verdict
@@ -92,16 +94,17 @@ class Ledger:
         return
 
 
-def completion(model: str) -> Ask:
-    """Greedy, with log probabilities, past every prompt cache."""
+def completion(model: str, ranking: Mapping[str, Any]) -> Ask:
+    """Greedy, with log probabilities, past every prompt cache: a salt that is used once finds
+    nothing in an engine's, and leaves nothing to be found."""
     body: dict[str, Any] = {
         "model": model,
         "prompt": PROMPT,
         "max_tokens": TOKENS,
         "temperature": 0.0,
-        "logprobs": True,
-        "top_logprobs": TOP,
         "pdctl_cache": False,
+        "cache_salt": secrets.token_hex(8),
+        **ranking,
     }
     return Ask(endpoint=COMPLETIONS, body=body, stream=False)
 
@@ -113,6 +116,7 @@ def chat(model: str) -> Ask:
         "max_tokens": 2,
         "temperature": 0.0,
         "pdctl_cache": False,
+        "cache_salt": secrets.token_hex(8),
     }
     return Ask(endpoint=CHAT_COMPLETIONS, body=body, stream=False)
 
@@ -126,21 +130,34 @@ def bound_of(plan: Plan, path: Path) -> float:
 
 
 def steps_of(body: bytes) -> tuple[Step, ...]:
-    """The sampled tokens of an answer with `logprobs.content`.
+    """The sampled tokens of an answer with log probabilities: `logprobs.content` with ids, or
+    completions' older form with tokens named by id.
 
     Raises:
         CanaryFailed: it has none.
     """
     try:
-        content = msgspec.json.decode(body)["choices"][0]["logprobs"]["content"]
-        return tuple(_step(entry) for entry in content)
-    except (msgspec.DecodeError, KeyError, IndexError, TypeError, ValueError) as error:
+        given = msgspec.json.decode(body)["choices"][0]["logprobs"]
+        if "content" in given:
+            return tuple(_step(entry) for entry in given["content"])
+        ranked = zip(given["tokens"], given["top_logprobs"], strict=True)
+        return tuple(_older_step(token, top) for token, top in ranked)
+    except (msgspec.DecodeError, LookupError, TypeError, ValueError, AttributeError) as error:
         raise CanaryFailed(f"its answer has no log probabilities ({error!r})") from None
 
 
 def _step(entry: dict[str, Any]) -> Step:
     top = tuple(Token(int(t["id"]), float(t["logprob"])) for t in entry["top_logprobs"])
     return Step(int(entry["id"]), top)
+
+
+def _older_step(token: str, top: dict[str, float]) -> Step:
+    likeliest = tuple(Token(_id_of(name), float(value)) for name, value in top.items())
+    return Step(_id_of(token), likeliest)
+
+
+def _id_of(name: str) -> int:
+    return int(name.removeprefix("token_id:"))
 
 
 def difference(alone: Sequence[Step], handed: Sequence[Step], bound: float) -> str | None:
@@ -208,20 +225,25 @@ class Canary:
 
     async def _try(self, path: Path) -> None:
         if path.prefill is None:
-            steps_of(await self._answer(path, completion(self._model)))
+            steps_of(await self._answer(path, self._completion(path)))
         else:
             alone = await self._computed_alone(path.decode)
-            handed = steps_of(await self._answer(path, completion(self._model)))
+            handed = steps_of(await self._answer(path, self._completion(path)))
             found = difference(alone, handed, bound_of(self._roster.plan, path))
             if found is not None:
                 raise CanaryFailed(found)
         await self._answer(path, chat(self._model))
 
+    def _completion(self, path: Path) -> Ask:
+        engine = self._roster.plan.replica(path.decode).engine
+        return completion(self._model, spec_for(engine).ranking)
+
     async def _computed_alone(self, name: str) -> tuple[Step, ...]:
         incarnation = self._roster.incarnations(Path(None, name))[0]
         known = self._alone.get((name, incarnation))
         if known is None:
-            known = steps_of(await self._answer(Path(None, name), completion(self._model)))
+            path = Path(None, name)
+            known = steps_of(await self._answer(path, self._completion(path)))
             self._alone[name, incarnation] = known
         return known
 

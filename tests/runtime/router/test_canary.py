@@ -7,6 +7,7 @@ import copy
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from aiohttp import web
 from hypothesis import given
@@ -84,6 +85,24 @@ def test_a_shift_over_the_bound_of_a_common_token_is_always_told(
 def test_an_answer_without_log_probabilities_fails(body: bytes) -> None:
     with pytest.raises(CanaryFailed):
         steps_of(body)
+
+
+def test_completions_older_form_is_read_where_tokens_are_named_by_id() -> None:
+    """vLLM's form: `return_tokens_as_token_ids`."""
+    body = msgspec.json.encode(
+        {
+            "choices": [
+                {
+                    "logprobs": {
+                        "tokens": ["token_id:7"],
+                        "token_logprobs": [-0.1],
+                        "top_logprobs": [{"token_id:7": -0.1, "token_id:9": -2.5}],
+                    }
+                }
+            ]
+        }
+    )
+    assert steps_of(body) == (Step(7, (Token(7, -0.1), Token(9, -2.5))),)
 
 
 def with_logprob(value: float) -> Any:

@@ -141,13 +141,17 @@ class FarCluster(Cluster):
             with contextlib.suppress(psutil.Error):
                 words = process.cmdline()
                 kind = _kind(words)
-                environ = process.environ() if kind else {}
-                if kind == "far end" and environ.get("HOME", "").startswith(folder):
-                    yield kind, process
-                elif kind and (environ.get(RUN_ENV) == self.run or str(self.state) in str(words)):
-                    yield kind, process
-                elif words[:1] and words[0].endswith("ssh") and f"{folder}/config" in words:
-                    yield "ssh", process
+                if kind is None:
+                    mine = f"{folder}/config" in words and words[0].endswith("ssh")
+                elif kind == "far end":
+                    mine = process.environ().get("HOME", "").startswith(folder)
+                else:
+                    ours = process.environ().get(RUN_ENV) == self.run
+                    mine = ours or str(self.state) in str(words)
+                        words
+                    )
+                if mine:
+                    yield kind or "ssh", process
 
     def census(self) -> Counter[str]:
         return Counter(kind for kind, _ in self.processes())

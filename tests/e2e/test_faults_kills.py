@@ -1,0 +1,148 @@
+"""Processes on other machines killed around a transfer: what the client is told, and when."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from e2e.far import ANSWER_S, D_HOST, P_HOST, FarCluster, Ledger, Request
+from e2e.prompts import exact_prompt
+
+pytestmark = [pytest.mark.engine, pytest.mark.ssh]
+
+PROMPT_TOKENS = 600
+HELD_PAGES = 3
+MOMENTS = ("before", "during", "after")
+
+
+@pytest.fixture(scope="module")
+def prompt(checkpoints: dict[str, Path]) -> str:
+    return exact_prompt(checkpoints["llama"], PROMPT_TOKENS, seed=21)
+
+
+@pytest.fixture(scope="module")
+def expected(far_cluster: FarCluster, prompt: str) -> str:
+    """What o0 alone answers."""
+    return Request(far_cluster, prompt, path="o0", max_tokens=8).good().text
+
+
+def fault(far: FarCluster, prompt: str, moment: str, strike: Callable[[], object]) -> Request:
+    """Strikes before a request, once three of its pages have gone, or in its answer; the
+    request's `began_s` is the moment of the fault."""
+    if moment == "before":
+        strike()
+        return Request(far, prompt)
+    if moment == "during":
+        far.link.hold(HELD_PAGES)
+    request = Request(far, prompt, max_tokens=4 if moment == "during" else 1200)
+    waited = far.link.held if moment == "during" else request.begun
+    assert waited.wait(20), request.answer
+    strike()
+    request.began_s = time.monotonic()
+    if moment == "during":
+        far.link.release()
+    return request
+
+
+def told(request: Request, *words: str, within_s: float = ANSWER_S) -> float:
+    """The client had an error that says so, in time. Returns the seconds."""
+    request.result()
+    took_s = request.ended_s - request.began_s
+    assert request.error is not None, request.answer
+    assert not request.complete
+    for word in words:
+        assert word in request.error["message"], request.answer
+    assert took_s < within_s, request.answer
+    return took_s
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize(("replica", "leg"), [("p0", "prefill"), ("d0", "decode")])
+def test_an_engine_is_killed(
+    far: FarCluster,
+    ledger: Ledger,
+    prompt: str,
+    expected: str,
+    replica: str,
+    leg: str,
+    moment: str,
+) -> None:
+    """U14, U29, R61: the leg and the replica are named; a prefill replica that dies after its
+    pages have gone concerns nobody. It is started again and serves again."""
+    pid = far.replica(replica)["pid"]
+    request = fault(far, prompt, moment, lambda: far.kill(replica))
+    if (replica, moment) == ("p0", "after"):
+        request.good()
+        took_s = None
+    else:
+        took_s = told(request, leg, replica)
+    far.wait("a new process", lambda: far.replica(replica)["pid"] not in (None, pid))
+    ledger.row(
+        f"{leg} killed {moment} a transfer", request.answer, took_s, far.recovered(prompt, expected)
+    )
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_an_agent_is_killed(
+    far: FarCluster, ledger: Ledger, prompt: str, expected: str, moment: str
+) -> None:
+    """R61: no request notices; its watchdog starts it again, and it takes its replica over."""
+    pid = far.replica("p0")["pid"]
+    agent = far.agent(P_HOST)
+    request = fault(far, prompt, moment, agent.kill)
+    request.good()
+    far.wait("a new agent", lambda: far.renewed(P_HOST, agent))
+    left = far.recovered(prompt, expected)
+    assert far.replica("p0")["pid"] == pid
+    ledger.row(f"agent of prefill's host killed {moment} a transfer", request.answer, None, left)
+
+
+def test_an_agent_and_its_watchdog_are_killed(
+    far: FarCluster, ledger: Ledger, prompt: str, expected: str
+) -> None:
+    """R61: the keeper starts both again; the replica went on meanwhile."""
+    pid = far.replica("d0")["pid"]
+    agent, watchdog = far.agent(D_HOST), far.agent(D_HOST, "watchdog")
+
+    def strike() -> None:
+        watchdog.kill()
+        agent.kill()
+
+    request = fault(far, prompt, "during", strike)
+    request.good()
+    far.wait("a new agent", lambda: far.census() == far.at_rest, timeout_s=40)
+    left = far.recovered(prompt, expected)
+    assert far.replica("d0")["pid"] == pid
+    ledger.row("agent of decode's host killed, and its watchdog", request.answer, None, left)
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_the_router_is_killed(
+    far: FarCluster, ledger: Ledger, prompt: str, expected: str, moment: str
+) -> None:
+    """U14: its clients lose their connections; both engines drop what they did for them."""
+    pids = {r["name"]: r["pid"] for r in far.status()["replicas"]}
+    router = next(process for kind, process in far.processes() if kind == "router")
+    request = fault(far, prompt, moment, router.kill)
+    took_s = told(request, "connection")
+    left = far.recovered(prompt, expected)
+    assert {r["name"]: r["pid"] for r in far.status()["replicas"]} == pids
+    ledger.row(f"router killed {moment} a transfer", request.answer, took_s, left)
+
+
+def test_the_keeper_is_killed(far: FarCluster, ledger: Ledger, prompt: str, expected: str) -> None:
+    """R61: it holds the ways to the engines of other hosts: their requests end with an error,
+    and its watchdog brings it, and them, back."""
+    pids = {r["name"]: r["pid"] for r in far.status()["replicas"]}
+    keeper = far.agent("local")
+    request = fault(far, prompt, "during", keeper.kill)
+    request.result()
+    took_s = request.ended_s - request.began_s
+    assert request.complete or request.error is not None
+    far.wait("a new keeper", lambda: far.renewed("local", keeper))
+    far.wait("every host", lambda: set(far.hosts().values()) == {"ready"})
+    left = far.recovered(prompt, expected)
+    assert {r["name"]: r["pid"] for r in far.status()["replicas"]} == pids
+    ledger.row("keeper killed during a transfer", request.answer, took_s, left)

@@ -148,8 +148,6 @@ class FarCluster(Cluster):
                 else:
                     ours = process.environ().get(RUN_ENV) == self.run
                     mine = ours or str(self.state) in str(words)
-                        words
-                    )
                 if mine:
                     yield kind or "ssh", process
 

@@ -46,7 +46,7 @@ class Machine:
         self.name = name
         self.address = address
         self.port = _free_port()
-        self._inside = inside
+        self.inside = inside
         self.home = folder / name
         self.state_home = self.home / "state"
         self.host_key = self.home / "host_key"
@@ -80,7 +80,7 @@ class Machine:
         config.write_text(self._config())
         with (self.home / "sshd.log").open("ab") as log:
             self._process = subprocess.Popen(
-                [*self._inside, _sshd(), "-D", "-e", "-f", str(config)],
+                [*self.inside, _sshd(), "-D", "-e", "-f", str(config)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -116,7 +116,8 @@ class OverSsh(Cluster):
             self.wait("no process of it", lambda: not processes(self.far, record), LEFT_S)
         assert processes(self.far, record) == []
         ports = {port for host in record.plan.agent_ports for port in record.ports(host)}
-        assert listening(ports) == []
+        for inside in ((), *(machine.inside for machine in self.far)):
+            assert listening(ports, inside) == []
         assert not Path(record.socket_dir).exists()
         assert {p.suffix or p.name for p in self._files()} <= {".log", "lock"}, self._files()
         for name in (*self.where, "router"):
@@ -142,7 +143,8 @@ def processes(far: Machines, record: ClusterRecord) -> list[str]:
     return found
 
 
-def listening(ports: set[int]) -> list[int]:
-    """Those on which somebody listens, at any address of this machine."""
-    words = subprocess.run(("ss", "-ltnH"), capture_output=True, text=True, check=True).stdout
+def listening(ports: set[int], inside: tuple[str, ...] = ()) -> list[int]:
+    """Those on which somebody listens, at any address of a machine."""
+    argv = (*inside, "ss", "-ltnH")
+    words = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
     return sorted(ports & {int(line.split()[3].rpartition(":")[2]) for line in words.splitlines()})

@@ -27,6 +27,8 @@ AT_ONCE_S = 2.0
 BACK_S = 60.0
 MOMENT_S = 2.0
 DECODED_TOKENS = 1400
+DECODING = 5
+"""Events after which the first leg is over and many tokens are still to come."""
 PACE = 'env = { PDCTL_PACING_BYTES_PER_S = "1000000" }'
 """Makes a transfer of a long prompt take seconds."""
 
@@ -72,12 +74,11 @@ def alone(cluster: OverSsh, prompt: str) -> str:
 class Asked:
     """A streamed completion through the pair, in its own thread."""
 
-    def __init__(self, cluster: OverSsh, prompt: str, busy: str) -> None:
+    def __init__(self, cluster: OverSsh, prompt: str) -> None:
         self.events: list[dict[str, Any]] = []
         self.ended_s = 0.0
         self._thread = threading.Thread(target=self._ask, args=(cluster, prompt))
         self._thread.start()
-        cluster.wait("it is under way", lambda: cluster.replica(busy)["requests_active"] == 1)
 
     def _ask(self, cluster: OverSsh, prompt: str) -> None:
         body = {"model": "tiny", "prompt": prompt, "temperature": 0, "stream": True}
@@ -131,7 +132,8 @@ def test_a_cable_that_is_out_for_a_moment(
     cluster: OverSsh, net: Network, prompt: str, alone: str
 ) -> None:
     """Two seconds without decode's machine while it answers: the stream goes on, and is whole."""
-    asked = Asked(cluster, prompt, "d0")
+    asked = Asked(cluster, prompt)
+    cluster.wait("it decodes", lambda: len(asked.events) > DECODING)
     with net.unplugged("studio"):
         threading.Event().wait(MOMENT_S)
     asked.join(60)
@@ -143,7 +145,8 @@ def test_decodes_cable_is_out(cluster: OverSsh, net: Network, prompt: str, alone
     """R61: whoever waits is told; the next ones are told at once; the ordinary replica serves;
     nothing there restarts, and all is well when the cable is back."""
     pids = pids_of(cluster)
-    asked = Asked(cluster, prompt, "d0")
+    asked = Asked(cluster, prompt)
+    cluster.wait("it decodes", lambda: len(asked.events) > DECODING)
     with net.unplugged("studio"):
         out_s = time.monotonic()
         asked.join(GIVEN_UP_S + 10)
@@ -163,8 +166,8 @@ def test_prefills_cable_is_out_in_mid_transfer(
 ) -> None:
     """U10: both ends let go of it, and the client is told before a token."""
     pids = pids_of(cluster)
-    asked = Asked(cluster, exact_prompt(checkpoints["llama"], 600, seed=5), "p0")
-    cluster.wait("pages travel", lambda: cluster.replica("p0")["host_bytes"] > 0)
+    asked = Asked(cluster, exact_prompt(checkpoints["llama"], 900, seed=5))
+    cluster.wait("pages travel", lambda: cluster.replica("d0")["handoffs_active"] == 1)
     with net.unplugged("gpu1"):
         out_s = time.monotonic()
         asked.join(GIVEN_UP_S)

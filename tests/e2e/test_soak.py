@@ -28,12 +28,16 @@ float32 keys and values to 16-bit pages moves this random model's logits by up t
 
 @pytest.fixture(scope="module")
 def answers(llama: Cluster, checkpoints: dict[str, Path]) -> dict[str, str]:
+    return clear_answers(llama, checkpoints["llama"])
+
+
+def clear_answers(cluster: Cluster, model: Path) -> dict[str, str]:
     """Prompt → the text of the ordinary replica, where no step of it is nearly a tie."""
     rng = random.Random(0)
     found: dict[str, str] = {}
     for seed in range(100, 100 + 10 * PROMPTS):
-        prompt = exact_prompt(checkpoints["llama"], rng.randrange(20, 260), seed=seed)
-        text, gap = answer_alone(llama, prompt)
+        prompt = exact_prompt(model, rng.randrange(20, 260), seed=seed)
+        text, gap = answer_alone(cluster, prompt)
         if gap >= CLEAR_GAP:
             found[prompt] = text
         if len(found) == PROMPTS:

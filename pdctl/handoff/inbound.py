@@ -109,13 +109,7 @@ class Inbound:
         life = None if link is None else link.life
         verdict = judge(life, self.deadline, now)
         if verdict is Verdict.EXPIRED:
-            self.give_up(
-                HandoffExpired(
-                    f"room {self.room} made no progress for {self.deadline.timeout_s:g} s "
-                    f"while {self._machine.state.value}",
-                    hint="raise handoff.timeout_s if prompts take longer than that",
-                )
-            )
+            self.give_up(self._expired())
         elif verdict is Verdict.DEAD:
             self.give_up(
                 PeerLost(f"{self.leg.prefill} at {self.leg.sender} was silent for {DEAD_S:g} s")
@@ -124,6 +118,19 @@ class Inbound:
             with self._lock:
                 if self._machine.state not in (Receiving.NEW, *RECEIVER_FINAL):
                     link.send_now(wire.Renew(tokens=self._received_tokens(link)), self.room)
+
+    def _expired(self) -> HandoffExpired:
+        state, waited = self._machine.state, f"for {self.deadline.timeout_s:g} s"
+        if state is Receiving.GREETED:
+            return HandoffExpired(
+                f"room {self.room}: {self.leg.prefill} offered no pages {waited}: its buffer is "
+                "full, or it is busy with other prompts",
+                hint="raise handoff.timeout_s, or handoff.buffer_bytes",
+            )
+        return HandoffExpired(
+            f"room {self.room} made no progress {waited} while {state.value}",
+            hint="raise handoff.timeout_s if prompts take longer than that",
+        )
 
     def _received_tokens(self, link: Link) -> int:
         received = link.payload_bytes - self._received_before

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 from e2e.cluster import PDCTL, Cluster
-from e2e.far import D_HOST, P_HOST, FarCluster, Ledger
+from e2e.far import D_HOST, P_HOST, FarCluster
+from e2e.faults import Ledger, Request
+from e2e.prompts import exact_prompt
 from sshd import machines
 from tiny import make_checkpoint
 
@@ -66,3 +68,15 @@ def far(far_cluster: FarCluster) -> Iterator[FarCluster]:
     far_cluster.settle()
     yield far_cluster
     far_cluster.settle()
+
+
+@pytest.fixture(scope="session")
+def prompt(checkpoints: dict[str, Path]) -> str:
+    """Ten pages."""
+    return exact_prompt(checkpoints["llama"], 600, seed=21)
+
+
+@pytest.fixture(scope="session")
+def expected(far_cluster: FarCluster, prompt: str) -> str:
+    """What o0 alone makes of it."""
+    return Request(far_cluster, prompt, path="o0", max_tokens=8).good().text

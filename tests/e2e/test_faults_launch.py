@@ -12,7 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 from e2e.cluster import PDCTL, UP_TIMEOUT_S
-from e2e.far import D_HOST, P_HOST, FarCluster, Ledger, Request, gone_wrong
+from e2e.far import D_HOST, P_HOST, FarCluster, gone_wrong
+from e2e.faults import Ledger, Request
 from e2e.prompts import exact_prompt
 from sshd import Machines, machines
 

@@ -8,35 +8,13 @@ from pathlib import Path
 
 import psutil
 import pytest
-from e2e.far import ANSWER_S, D_HOST, P_HOST, FarCluster, Ledger, Request
-from e2e.prompts import exact_prompt
+from e2e.far import D_HOST, P_HOST, FarCluster
+from e2e.faults import ANSWER_S, Ledger, Request
 
 pytestmark = [pytest.mark.engine, pytest.mark.ssh]
 
-PROMPT_TOKENS = 600
 HELD_PAGES = 3
 AWAY_S = 3.0
-
-
-@pytest.fixture(scope="module")
-def prompt(checkpoints: dict[str, Path]) -> str:
-    return exact_prompt(checkpoints["llama"], PROMPT_TOKENS, seed=23)
-
-
-@pytest.fixture(scope="module")
-def expected(far_cluster: FarCluster, prompt: str) -> str:
-    """What o0 alone answers."""
-    return Request(far_cluster, prompt, path="o0", max_tokens=8).good().text
-
-
-def told(request: Request, since_s: float, *words: str) -> float:
-    request.result()
-    assert request.error is not None, request.answer
-    for word in words:
-        assert word in request.error["message"], request.answer
-    took_s = request.ended_s - since_s
-    assert took_s < ANSWER_S, request.answer
-    return took_s
 
 
 def processes(far: FarCluster) -> dict[str, tuple[int, int]]:
@@ -66,7 +44,7 @@ def test_a_connection_is_cut_in_a_transfer(
     assert other.begun.wait(20)
     cut_s = time.monotonic()
     far.machines[host].cut()
-    took_s = told(request, cut_s, leg, replica)
+    took_s = request.told(leg, replica, since_s=cut_s)
     other.good()
     left = far.recovered(prompt, expected)
     assert processes(far) == before
@@ -82,7 +60,7 @@ def test_a_connection_is_cut_in_an_answer(
     assert request.begun.wait(20)
     cut_s = time.monotonic()
     far.machines[D_HOST].cut()
-    took_s = told(request, cut_s, "decode", "d0")
+    took_s = request.told("decode", "d0", since_s=cut_s)
     left = far.recovered(prompt, expected)
     assert processes(far) == before
     ledger.row("SSH to decode's host cut in an answer", request.answer, took_s, left)
@@ -98,7 +76,7 @@ def test_a_host_is_away_for_a_while(
     far.machines[D_HOST].stop()
     far.wait("closed", lambda: far.pair()["state"] == "waiting", timeout_s=ANSWER_S)
     pinned = Request(far, prompt)
-    took_s = told(pinned, stopped_s, "decode", "d0", D_HOST)
+    took_s = pinned.told("decode", "d0", D_HOST, since_s=stopped_s)
     assert pinned.status == 503
     free = Request(far, prompt, path=None, max_tokens=8).good(expected)
     assert free.path == "o0"
@@ -123,7 +101,7 @@ def test_every_connection_of_the_keeper_is_away(
     stopped_s = time.monotonic()
     for host in (P_HOST, D_HOST):
         far.machines[host].stop()
-    took_s = told(request, stopped_s, "d0")
+    took_s = request.told("d0", since_s=stopped_s)
     free = Request(far, prompt, path=None, max_tokens=8).good(expected)
     assert free.path == "o0"
     assert all(psutil.pid_exists(pid) for pid, _ in before.values())
@@ -140,9 +118,9 @@ def test_a_host_is_rebooted(far: FarCluster, ledger: Ledger, prompt: str, expect
     assert request.begun.wait(20)
     struck_s = time.monotonic()
     reboot(far, D_HOST, "d0")
-    took_s = told(request, struck_s, "decode", "d0")
+    took_s = request.told("decode", "d0", since_s=struck_s)
     pinned = Request(far, prompt)
-    told(pinned, pinned.began_s, "decode", "d0")
+    pinned.told("decode", "d0")
     far.machines[D_HOST].start()
     started_s = time.monotonic()
     far.wait("every pair ready", far.ready)

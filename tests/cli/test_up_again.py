@@ -145,6 +145,19 @@ def test_a_changed_replica_that_fails_is_started_as_before(up: Shell) -> None:
     assert up.ask(path="p1>d0").status_code == 200
 
 
+def test_a_replica_that_was_to_move_serves_again_where_the_change_fails(up: Shell) -> None:
+    """d0 was to be reached at another port, and was closed for that; p0 failed before it."""
+    up.edit('role = "decode"', f'role = "decode"\nhttp_port = {free_port()}')
+    head, _, tail = up.file.read_text().partition('DOUBLE = ""')
+    up.file.write_text(f'{head}DOUBLE = "exit"{tail}')
+    before = pids(up)
+    _, err = up("up", up.file, code=5)
+    assert "p0 did not come back: it exited with status 3; the cluster is as it was" in err
+    assert {r["state"] for r in up.ps()["replicas"]} == {"ready"}
+    assert pids(up)["d0"] == before["d0"]
+    assert up.ask().status_code == 200
+
+
 def test_an_interrupted_change_is_undone(up: Shell) -> None:
     """Exit 130, and the cluster is as it was."""
     before = pids(up)

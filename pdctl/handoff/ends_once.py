@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from pdctl.errors import HandoffCancelled, HandoffError, HandoffExpired
 from pdctl.handoff.lease import Deadline
-from pdctl.handoff.state import SENDER_FINAL, Event, sending
+from pdctl.handoff.state import SENDER_FINAL, Event, Sending, sending
 
 
 class EndsOnce:
@@ -89,13 +89,19 @@ class EndsOnce:
     def check(self, now: float) -> None:
         """Expires the handoff when its time is over."""
         if self._deadline.passed(now):
-            self.fail(
-                HandoffExpired(
-                    f"room {self.room} made no progress for {self._deadline.timeout_s:g} s "
-                    f"while {self._machine.state.value}",
-                    hint="raise handoff.timeout_s if prompts take longer than that",
-                )
+            self.fail(self._expired())
+
+    def _expired(self) -> HandoffExpired:
+        state, waited = self._machine.state, f"for {self._deadline.timeout_s:g} s"
+        if state in (Sending.QUEUED, Sending.CLAIMED):
+            return HandoffExpired(
+                f"room {self.room} waited {waited} for pages: the buffer is full",
+                hint="raise handoff.timeout_s, or handoff.buffer_bytes",
             )
+        return HandoffExpired(
+            f"room {self.room} made no progress {waited} while {state.value}",
+            hint="raise handoff.timeout_s if prompts take longer than that",
+        )
 
     def settle(self) -> None:
         """Gives everything back, then says so; the first call only. No send may be reading

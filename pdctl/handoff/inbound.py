@@ -123,8 +123,8 @@ class Inbound:
         state, waited = self._machine.state, f"for {self.deadline.timeout_s:g} s"
         if state is Receiving.GREETED:
             return HandoffExpired(
-                f"room {self.room}: {self.leg.prefill} offered no pages {waited}: its buffer is "
-                "full, or it is busy with other prompts",
+                f"room {self.room}: {self.leg.prefill} offered no pages {waited}: its "
+                "buffer is full, or it is busy",
                 hint="raise handoff.timeout_s, or handoff.buffer_bytes",
             )
         return HandoffExpired(

@@ -19,7 +19,7 @@ from pdctl.handoff.identity import Leg
 from pdctl.handoff.lease import DEAD_S, Deadline, Verdict, judge
 from pdctl.handoff.link import Link
 from pdctl.handoff.pulse import guarded
-from pdctl.handoff.reading import Reading
+from pdctl.handoff.reading import Reading, Stale
 from pdctl.handoff.sink import PageSink, Want
 from pdctl.handoff.state import RECEIVER_FINAL, Event, Receiving, receiving
 
@@ -29,8 +29,9 @@ log = logging.getLogger("pdctl.handoff")
 class Services(msgspec.Struct, frozen=True, kw_only=True):
     """What the receiver does for each of its handoffs."""
 
-    connect: Callable[[Inbound], Link]
-    """A proved connection to the leg's sender, new or reused; it has been given to `use`."""
+    connect: Callable[[Inbound, bool], Link]
+    """A proved connection to the leg's sender, new (where that is asked for) or reused; it has
+    been given to `use`."""
     post: Callable[[Callable[[], None]], None]
     count: Callable[[Inbound], None]
     """Counts the end; before anybody is told."""
@@ -197,8 +198,14 @@ class Inbound:
     def _run(self) -> None:
         reading = Reading(self, self._sink, self._services.clock)
         try:
-            link = self._services.connect(self)
-            reading.exchange(link, self._services.digest)
+            link = self._services.connect(self, False)
+            self.on(Event.HELLO)
+            try:
+                first = reading.greet(link, self._services.digest)
+            except Stale:
+                link = self._connect_anew(link)
+                first = reading.greet(link, self._services.digest)
+            reading.exchange(link, first)
         except HandoffError as error:
             self.give_up(error)
         # this thread's boundary: a bug here must still free the engine's memory
@@ -213,6 +220,15 @@ class Inbound:
             kept.connection.close()
             kept = None
         self._finish(kept)
+
+    def _connect_anew(self, stale: Link) -> Link:
+        with self._lock:
+            if self.error is not None:
+                raise self.error
+            self._link = None
+        stale.connection.unblock()
+        stale.connection.close()
+        return self._services.connect(self, True)
 
     def on(self, event: Event) -> None:
         """Moves on; raises the handoff's error where it is over."""

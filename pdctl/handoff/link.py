@@ -29,6 +29,8 @@ class Link:
         self.geometry = geometry
         self.clock = clock
         self.life = Life(clock())
+        self.reused = False
+        """Whether it has served a room before: its peer may have given it up meanwhile."""
         self.payload_at = clock()
         """When a byte of a page was last sent or received."""
         self.payload_bytes = 0

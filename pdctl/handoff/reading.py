@@ -31,6 +31,11 @@ log = logging.getLogger("pdctl.handoff")
 Result = TypeVar("Result")
 
 
+class Stale(Exception):
+    """A connection that served a room before, and had an end while it was taken for the next:
+    the sender's cancel of that room crossed its Done, or its process ended."""
+
+
 class Reading:
     """Reads until everything is committed, or raises what ended the handoff."""
 
@@ -49,30 +54,50 @@ class Reading:
         if self._allocating is not None:
             self._allocating.join()
 
-    def exchange(self, link: Link, digest: str) -> None:
-        self._inbound.on(Event.HELLO)
+    def greet(self, link: Link, digest: str) -> wire.Header:
+        """Says Hello; the first header that comes.
+
+        Raises:
+            Stale: the connection had been given up before; this room was not heard of.
+        """
         hello = wire.Hello(decode=self._leg.decode, ticket=self._leg.ticket)
-        link.send(hello, self._room, fingerprint=digest)
-        while True:
+        try:
+            link.send(hello, self._room, fingerprint=digest)
             header = link.read_header()
-            if header.room != self._room and header.kind is not wire.Kind.RENEW:
-                raise ProtocolViolation(f"the sender sent {header.kind.name} of room {header.room}")
-            if header.kind is wire.Kind.PAGES:
-                self._piece(link, header)
-                continue
-            message = link.read_message(header)
-            if isinstance(message, wire.Renew):
-                self._renewed(message)
-            elif isinstance(message, wire.Abort):
-                detail = f"{self._leg.prefill}: {message.detail}"
-                self._inbound.aborted(handoff_error(message.cause, detail))
-            elif isinstance(message, wire.Offer):
-                self._offered(link, message)
-            elif isinstance(message, wire.End):
-                self._landed(message)
-                return
-            else:
-                raise ProtocolViolation(f"the sender sent {header.kind.name} out of order")
+        except PeerLost as error:
+            if link.reused and self._inbound.error is None:
+                raise Stale from error
+            raise
+        if link.reused and header.kind is wire.Kind.ABORT and header.room != self._room:
+            raise Stale
+        return header
+
+    def exchange(self, link: Link, header: wire.Header) -> None:
+        """All of it, from the first header on."""
+        while not self._took(link, header):
+            header = link.read_header()
+
+    def _took(self, link: Link, header: wire.Header) -> bool:
+        """One message; True after the last one."""
+        if header.room != self._room and header.kind is not wire.Kind.RENEW:
+            raise ProtocolViolation(f"the sender sent {header.kind.name} of room {header.room}")
+        if header.kind is wire.Kind.PAGES:
+            self._piece(link, header)
+            return False
+        message = link.read_message(header)
+        if isinstance(message, wire.Renew):
+            self._renewed(message)
+        elif isinstance(message, wire.Abort):
+            detail = f"{self._leg.prefill}: {message.detail}"
+            self._inbound.aborted(handoff_error(message.cause, detail))
+        elif isinstance(message, wire.Offer):
+            self._offered(link, message)
+        elif isinstance(message, wire.End):
+            self._landed(message)
+            return True
+        else:
+            raise ProtocolViolation(f"the sender sent {header.kind.name} out of order")
+        return False
 
     def _renewed(self, message: wire.Renew) -> None:
         """Progress of the sender's computing, where there is any, renews the deadline."""

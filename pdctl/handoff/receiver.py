@@ -104,10 +104,11 @@ class Receiver(ReplicaEnd):
             active = list(self._active)
         return {inbound.room: inbound.deadline.idle_s(now) for inbound in active}
 
-    def _connect(self, inbound: Inbound) -> Link:
+    def _connect(self, inbound: Inbound, fresh: bool) -> Link:
         address = parse_address(inbound.leg.sender)
-        link = self._idle.take(address)
+        link = None if fresh else self._idle.take(address)
         if link is not None:
+            link.reused = True
             self._hand_over(inbound, link)
             return link
         patience_s = max(0.001, min(DIAL_S, inbound.remaining_s))

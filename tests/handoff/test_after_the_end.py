@@ -7,12 +7,15 @@ from collections.abc import Callable
 
 import pytest
 from handoff.ends import WAIT_S, Clock, Ends, Once, Prefill, Sink, both_ends, kv, place
-from handoff.peers import hear, proved_link, say_hello
+from handoff.peers import FakeSender, hear, hear_hello, proved_link, say_hello, send_page
 
-from pdctl.errors import HandoffError, HandoffExpired
+from pdctl.errors import HandoffError, HandoffExpired, PeerLost, ProtocolViolation
 from pdctl.handoff import wire
+from pdctl.handoff.identity import tokens_digest
+from pdctl.handoff.link import Link
 from pdctl.handoff.sender import Outbound
 from pdctl.handoff.transport.memory import MemoryTransport
+from pdctl.handoff.transport.tcp import TcpTransport
 
 IDS = list(range(70))
 LEG_S = 20.0
@@ -186,3 +189,82 @@ def use(ends: Ends) -> None:
     ends.sender.check()
     ends.receiver.check()
     other.cancel()
+
+
+def serve(link: Link, room: int) -> None:
+    """What a sender does for one room."""
+    link.send(wire.Offer(tokens=70, token_sha256=tokens_digest(IDS), pages=2), room)
+    assert isinstance(hear(link), wire.Grant)
+    for page in (0, 1):
+        send_page(link, room, kv(69), page)
+    link.send(wire.End(pages=2, first_token=None), room)
+    assert isinstance(hear(link), wire.Done)
+
+
+@pytest.mark.parametrize("make", [MemoryTransport, TcpTransport], ids=["memory", "tcp"])
+@pytest.mark.parametrize("told", [True, False], ids=["abort", "close"])
+def test_a_cancel_that_crosses_done_hurts_no_other_room(
+    make: Callable[[], MemoryTransport | TcpTransport], told: bool
+) -> None:
+    """U4, R38: the sender cancels a room while its Done is on the way, and ends the connection,
+    on which the next room has said Hello by then: that one goes on, on a connection of its own."""
+    transport = make()
+    with both_ends(transport) as ends:
+        fake = FakeSender(transport)
+        sender = f"127.0.0.1:{fake.port}"
+        one, two = Sink(), Sink()
+        first = ends.receiver.fetch(ends.leg(sender=sender), IDS, one)
+        with fake.accept() as link:
+            serve(link, hear_hello(link))
+            assert first.settled.wait(WAIT_S)
+            second = ends.receiver.fetch(ends.leg(sender=sender), IDS, two)
+            assert hear_hello(link) == second.room
+            if told:
+                link.send(wire.Abort(cause="cancelled", detail="too late"), first.room)
+        with fake.accept() as link:
+            assert hear_hello(link) == second.room
+            serve(link, second.room)
+        assert second.settled.wait(WAIT_S)
+        assert (one.committed, two.committed) == (True, True)
+        assert ends.got.read().handoffs_completed == 2
+        fake.close()
+
+
+@pytest.mark.parametrize("reused", [True, False])
+def test_a_connection_is_made_anew_once(reused: bool) -> None:
+    """A new one that ends is the sender's end; it is not tried for ever."""
+    transport = MemoryTransport()
+    with both_ends(transport) as ends:
+        fake = FakeSender(transport)
+        sender = f"127.0.0.1:{fake.port}"
+        if reused:
+            before = ends.receiver.fetch(ends.leg(sender=sender), IDS, Sink())
+            with fake.accept() as link:
+                serve(link, hear_hello(link))
+                assert before.settled.wait(WAIT_S)
+                inbound = ends.receiver.fetch(ends.leg(sender=sender), IDS, sink := Sink())
+                hear_hello(link)
+        else:
+            inbound = ends.receiver.fetch(ends.leg(sender=sender), IDS, sink := Sink())
+        with fake.accept() as link:
+            assert hear_hello(link) == inbound.room
+        assert inbound.settled.wait(WAIT_S)
+        assert isinstance(sink.error, PeerLost)
+        assert len(transport.links) == 1 + reused
+        fake.close()
+
+
+def test_a_new_connection_may_not_speak_of_another_room() -> None:
+    """Only one that served a room before has an excuse."""
+    transport = MemoryTransport()
+    with both_ends(transport) as ends:
+        fake = FakeSender(transport)
+        inbound = ends.receiver.fetch(
+            ends.leg(sender=f"127.0.0.1:{fake.port}"), IDS, sink := Sink()
+        )
+        with fake.accept() as link:
+            hear_hello(link)
+            link.send(wire.Abort(cause="cancelled", detail="who?"), inbound.room + 1)
+            assert inbound.settled.wait(WAIT_S)
+        assert isinstance(sink.error, ProtocolViolation)
+        fake.close()

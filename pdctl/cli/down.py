@@ -37,7 +37,9 @@ def down(
             state.clear()
             return _nothing(name)
         stop(state, record)
-        render.stdout().print(f"{name} is down; its logs are in {state.logs}", soft_wrap=True)
+        render.stdout().print(
+            f"{name} is down; its logs are {_logs(state, record)}", soft_wrap=True
+        )
 
 
 def stop(state: StateDir, record: ClusterRecord) -> None:
@@ -47,8 +49,27 @@ def stop(state: StateDir, record: ClusterRecord) -> None:
     if left:
         raise ClusterError(
             f"not everything could be stopped: {'; '.join(left)}",
-            hint="end it by hand, then `pdctl down` again",
+            hint=_again(record),
         )
+
+
+def _again(record: ClusterRecord) -> str:
+    name = record.cluster
+    if all(record.topology.hosts[host].ssh is None for host in record.plan.agent_ports):
+        return f"end it by hand, then `pdctl down {name}` again"
+    return (
+        f"`pdctl doctor {name}` tests the way to each host; then `pdctl down {name}` again, which"
+        " still knows all of it"
+    )
+
+
+def _logs(state: StateDir, record: ClusterRecord) -> str:
+    far = [host for host in record.plan.agent_ports if record.topology.hosts[host].ssh is not None]
+    here = f"in {state.logs}"
+    if not far:
+        return here
+    there = f"{' and '.join(far)}, in ~/.local/state/pdctl/{record.cluster}/hosts/HOST/logs"
+    return f"{here}, and on {there}" if len(far) < len(record.plan.agent_ports) else f"on {there}"
 
 
 def _nothing(name: str) -> None:

@@ -49,7 +49,12 @@ def ps(
     else:
         _show(found)
     if found.problem is not None:
-        render.stderr().print(f"warning: {found.problem}; this is what its journal says")
+        far = record.topology.hosts[record.plan.router_host].ssh is not None
+        what = "what runs is not known" if far else "this is what its journal says"
+        say = render.stderr().print
+        say(f"warning: {found.problem}; {what}", soft_wrap=True)
+        if found.phase in ("starting", "stopping"):
+            say(f"\nhint: `pdctl down {found.cluster}` ends what is left", soft_wrap=True)
 
 
 def _show(found: Status) -> None:
@@ -68,7 +73,7 @@ def _show(found: Status) -> None:
         console.print()
         console.print(_hosts(found.hosts))
     for r in [*found.replicas, {"name": "router", **found.router}, *found.pairs, *found.hosts]:
-        if r.get("cause"):
+        if r.get("cause") not in (None, found.problem):
             console.print(f"{_name(r)}: {r['cause']}", soft_wrap=True)
 
 

@@ -52,7 +52,8 @@ class Progress:
         """A first launch is not tried again: what fails once is to be seen."""
         for host in snapshot.hosts:
             if host.state == "unreachable":
-                sentence = host.cause or f'host "{host.name}" can\'t be reached'
+                cause = host.cause or "it can't be reached"
+                sentence = f'host "{host.name}": {cause}'
                 return Trouble(sentence, f"agent-{host.name}", host.name)
         for member in snapshot.members:
             if _has_ended(member):

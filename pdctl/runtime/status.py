@@ -16,6 +16,9 @@ from pdctl.runtime.agent.view import RouterState, Snapshot
 from pdctl.runtime.keeper import keeper_of
 from pdctl.runtime.state import ClusterRecord, StateDir
 
+UNKNOWN: dict[str, Any] = {"state": "unknown", "pid": None, "uptime_s": None, "restarts": None}
+"""Of a process on another host, while nobody can be asked."""
+
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
     """`ps --json`, whole."""
@@ -67,7 +70,13 @@ def from_snapshot(record: ClusterRecord, snapshot: Snapshot) -> Status:
 
 
 def from_journal(record: ClusterRecord, found: journal.Journal, problem: str) -> Status:
-    """Without an agent: which of its processes still live."""
+    """Without an agent: which of its processes on this machine still live.
+
+    Args:
+        found: the keeper's; empty where it runs on another host.
+    """
+    here = record.topology.hosts[record.plan.router_host].ssh is None
+    keeper = record.plan.router_host
     replicas = []
     for plan in record.plan.replicas:
         entry = found.entry(plan.name)
@@ -77,7 +86,7 @@ def from_journal(record: ClusterRecord, found: journal.Journal, problem: str) ->
                 "engine": plan.engine.value,
                 "role": plan.role.value,
                 "host": plan.host,
-                **_process(entry),
+                **(_process(entry) if here and plan.host == keeper else UNKNOWN),
                 "compute_dtype": plan.compute_dtype.value,
             }
         )
@@ -86,7 +95,7 @@ def from_journal(record: ClusterRecord, found: journal.Journal, problem: str) ->
         phase="agent lost" if record.phase == "running" else record.phase,
         url=record.url,
         replicas=replicas,
-        router=_process(found.entry(ROUTER)),
+        router=_process(found.entry(ROUTER)) if here else UNKNOWN,
         pairs=[
             {
                 "prefill": pair.prefill,

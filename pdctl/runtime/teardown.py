@@ -92,6 +92,7 @@ class _Ending:
         self.emit = emit
         self.left: list[str] = []
         self._known: dict[str, Mark] = {}
+        self._agent_ran = False
         self._place: Placement | None = None
         self._unreachable = False
 
@@ -111,10 +112,12 @@ class _Ending:
 
     async def look(self) -> None:
         """What of it lives, by its journal."""
+        await self._note_agent()
         self._known |= await self._living()
 
     async def ask(self) -> None:
         """Its agent, where there is one, to end everything and itself."""
+        await self._note_agent()
         self._known |= await self._living()
         try:
             agent = await agent_of(
@@ -133,6 +136,11 @@ class _Ending:
             await self._gone(mark, AGENT_LINGER_S)
         self._known |= await self._living()
 
+    async def _note_agent(self) -> None:
+        mark = self._agent_mark
+        if mark is not None and await in_thread(self.host.alive, mark):
+            self._agent_ran = True
+
     async def end(self) -> None:
         """Whatever is left, agent or not."""
         agent = self._agent_mark
@@ -142,7 +150,7 @@ class _Ending:
             if await in_thread(self.host.alive, mark):
                 await self._stop(mark, REPLICA_GRACE_S)
             self._stopped(name, mark)
-        if agent is not None:
+        if agent is not None and self._agent_ran:
             self._stopped("agent", agent)
         for sweep in range(SWEEPS):
             marks = await self._marked(AGENT_LINGER_S if sweep == 0 else 0.0)

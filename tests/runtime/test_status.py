@@ -13,7 +13,7 @@ from pdctl.runtime.agent.journal import Entry, Journal
 from pdctl.runtime.agent.view import RouterState, Snapshot
 from pdctl.runtime.hosts.interface import Mark
 from pdctl.runtime.status import from_journal, from_snapshot
-from pdctl.topology.model import ComputeDtype, Engine, Role
+from pdctl.topology.model import ComputeDtype, Engine, Host, Role
 
 KEYS = {
     "name", "engine", "role", "host", "state", "pid", "uptime_s", "restarts", "compute_dtype",
@@ -77,3 +77,20 @@ def test_without_an_agent_the_journal_speaks(tmp_path: Path, alive: bool) -> Non
     assert (found.phase, found.problem) == ("agent lost", "no answer")
     assert found.pairs[0]["state"] == "unknown"
     assert set(p0) >= KEYS
+
+
+@pytest.mark.parametrize("keeper", ["local", "far"])
+def test_of_a_host_that_cannot_be_asked_nothing_is_claimed(tmp_path: Path, keeper: str) -> None:
+    """Its processes may well run: they are unknown, not gone."""
+    with written(tmp_path) as (_, record):
+        hosts = {**record.topology.hosts, "far": Host(name="far", ssh="far")}
+        d0 = msgspec.structs.replace(record.plan.replica("d0"), host="far")
+        plan = msgspec.structs.replace(
+            record.plan, replicas=(record.plan.replica("p0"), d0), router_host=keeper
+        )
+        topology = msgspec.structs.replace(record.topology, hosts=hosts)
+        far = msgspec.structs.replace(record, topology=topology, plan=plan)
+        found = from_journal(far, Journal(), "no answer")
+    states = {r["name"]: r["state"] for r in found.replicas}
+    assert states == {"p0": "gone" if keeper == "local" else "unknown", "d0": "unknown"}
+    assert found.router["state"] == ("gone" if keeper == "local" else "unknown")

@@ -74,6 +74,7 @@ async def test_down_of_an_agent_that_was_killed(tmp_path: Path) -> None:
         await kill_agent(record)
         assert await take_down(state, record, stopped.append) == ()
         assert {"p0", "d0"} <= {e.subject for e in stopped}
+        assert "agent" not in {e.subject for e in stopped}
         assert process.marked(record.run) == []
         assert only_logs(state)
 

@@ -139,7 +139,7 @@ class RelayedAgent(AgentCalls):
         except TimeoutError:
             raise self._lost(f"no answer within {timeout_s + RELAY_S:g} s") from None
         except HostError as error:
-            raise self._lost(error.message) from error
+            raise AgentLost(error.message, hint=error.hint) from error
 
 
 def _quieten(loop: asyncio.AbstractEventLoop) -> None:

@@ -135,7 +135,7 @@ class Outpost:
         """Raises AgentLost while it can't be asked."""
         if self._client is None or self._state != "ready":
             raise AgentLost(
-                f'host "{self.name}" can\'t be reached ({self._cause or self._state})',
+                f'host "{self.name}" can\'t be reached: {self._cause or self._state}',
                 hint="`pdctl doctor` tests the way to it",
             )
         return self._client
@@ -241,6 +241,7 @@ class Outpost:
         self._changed()
 
     def _turn(self, state: str, cause: str | None) -> None:
+        cause = cause and cause.removeprefix(f'host "{self.name}": ')
         if (state, cause) != (self._state, self._cause):
             self._state, self._cause = state, cause
             self._changed()

@@ -41,9 +41,10 @@ def check_routes(ground: Ground) -> list[Diagnostic]:
 def _unreached(ground: Ground, at: str, name: str, error: HostError) -> Diagnostic:
     there, beyond = (by_hand(ground.topology.hosts[n]) for n in (at, name))
     hint = f"`{there} {beyond} true` must work without a question"
+    why = error.message.removeprefix(f'host "{name}": ')
     return Diagnostic(
         code="host.route",
-        summary=f'host "{at}", where the router runs, can\'t reach host "{name}": {error.message}',
+        summary=f'host "{at}", where the router runs, can\'t reach host "{name}": {why}',
         detail=error.hint,
         field=f"hosts.{name}.ssh",
         hint=hint,

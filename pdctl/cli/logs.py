@@ -78,7 +78,7 @@ def _chosen(state: StateDir, present: Mapping[str, T], names: list[str]) -> dict
 
 
 def _tell_missing(why: str) -> None:
-    render.stderr().print(f"{why}; the logs there are left out", soft_wrap=True)
+    render.stderr().print(f"logs left out: {why}", soft_wrap=True)
 
 
 async def _follow(

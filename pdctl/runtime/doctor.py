@@ -214,7 +214,8 @@ def _pair(ground: Ground, trial: links.Trial, tried: links.Tried | None) -> Pair
     )
     if tried is None:
         lost = [name for name in (sender.name, receiver.name) if name in ground.lost]
-        why = f"host {' and '.join(lost)} can't be reached" if lost else "can't listen there"
+        many = "hosts" if len(lost) > 1 else "host"
+        why = f"{many} {' and '.join(lost)} can't be reached" if lost else "can't listen there"
         return msgspec.structs.replace(common, port=own or port, note=None, error=why)
     dialled = tried.dialled
     closed = dialled.error is not None

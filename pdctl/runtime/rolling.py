@@ -235,9 +235,11 @@ def broken(snapshot: Snapshot, name: str, *, patient: bool) -> str | None:
 
 
 def about(snapshot: Snapshot, name: str) -> Snapshot:
-    """Only what concerns this one."""
+    """Only what concerns this one; its host only where that is not as it should be."""
+    where = {m.host for m in snapshot.members if m.name == name}
     return msgspec.structs.replace(
         snapshot,
+        hosts=tuple(h for h in snapshot.hosts if h.name in where and h.state != "ready"),
         members=tuple(m for m in snapshot.members if m.name == name),
         router=snapshot.router if name == ROUTER else None,
         pairs=tuple(p for p in snapshot.pairs if p in paths_of(snapshot, name)),

@@ -97,3 +97,15 @@ def test_the_conversation_goes_on_with_the_tools_answer(client: openai.OpenAI) -
     assert first.usage is not None
     assert second.usage is not None
     assert second.usage.prompt_tokens > first.usage.prompt_tokens
+
+
+def test_a_choice_of_tools_is_kept_or_refused(client: openai.OpenAI) -> None:
+    """R66: "none" keeps the tools out of the prompt; a forced call is refused by name."""
+    asked: dict[str, Any] = {"model": "tiny", "messages": ASK, "max_tokens": 2}
+    plain = client.chat.completions.create(**asked)
+    none = client.chat.completions.create(**asked, tools=TOOLS, tool_choice="none")
+    assert plain.usage is not None
+    assert none.usage is not None
+    assert none.usage.prompt_tokens == plain.usage.prompt_tokens
+    with pytest.raises(openai.BadRequestError, match='"tool_choice" cannot be honoured'):
+        client.chat.completions.create(**asked, tools=TOOLS, tool_choice="required")

@@ -158,6 +158,8 @@ class Handler(library.APIHandler):  # type: ignore[misc]
             for param, reason in body_refusals(body):
                 raise refused(reason, param)
             self.chances.translate(body)
+            if body.pop("tool_choice", None) == "none":
+                body.pop("tools", None)
             if isinstance(body.get("stream_options"), dict):
                 body["stream_options"].setdefault("include_usage", False)
             raw = json.dumps(body).encode()

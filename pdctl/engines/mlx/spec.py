@@ -124,6 +124,8 @@ def body_refusals(body: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """
     if body.get("echo"):
         yield "echo", "MLX does not repeat the prompt; send echo = false"
+    if body.get("tool_choice") not in (None, "auto", "none"):
+        yield "tool_choice", 'the model chooses by itself on MLX; send "auto" or "none"'
     yield from _logprobs_refusals(body.get("logprobs"))
     for name in ("draft_model", "adapters"):
         if body.get(name) is not None:

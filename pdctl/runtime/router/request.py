@@ -144,6 +144,9 @@ def _check_types(body: dict[str, Any]) -> None:
         if name in body and body[name] < 1:
             raise refused(f'"{name}" must be at least 1', param=name)
     _check_stop(body.get("stop"))
+    if not all(isinstance(tool, dict) for tool in body.get("tools", [])):
+        wanted = 'an array of {"type": "function", "function": {…}}'
+        raise refused(f'"tools" must be {wanted}', param="tools", code="invalid_type")
 
 
 def _check_stop(stop: object) -> None:

@@ -159,6 +159,8 @@ def test_decode_copies_are_the_clients_own() -> None:
         ({"draft_model": "x"}, "draft_model"),
         ({"adapters": "x"}, "adapters"),
         ({"echo": True}, "echo"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
         ({"logprobs": 6}, "logprobs"),
         ({"logprobs": -1}, "logprobs"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
@@ -180,6 +182,7 @@ def test_what_mlx_honours_is_not_refused() -> None:
         "tools": [{"type": "function"}],
         "logprobs": 5,
         "echo": False,
+        "tool_choice": "none",
         "stop": ["x"],
         "messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}],
     }

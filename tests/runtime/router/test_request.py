@@ -72,6 +72,7 @@ def checked(endpoint: str, body: Any) -> dict[str, Any]:
         (CHAT_COMPLETIONS, {"messages": [called(arguments=5)]}, "messages"),
         (CHAT_COMPLETIONS, {"messages": [called(name=5)]}, "messages"),
         (CHAT_COMPLETIONS, {"functions": []}, "functions"),
+        (CHAT_COMPLETIONS, {"tools": [1]}, "tools"),
         (CHAT_COMPLETIONS, {"function_call": "auto"}, "function_call"),
         (CHAT_COMPLETIONS, {"logprobs": 2}, "logprobs"),
         (COMPLETIONS, {"logprobs": "2"}, "logprobs"),

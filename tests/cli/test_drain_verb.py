@@ -31,7 +31,7 @@ def test_drain_waits_for_running_requests_and_takes_no_new_ones(two: Shell) -> N
         assert {two.ask().headers["x-pdctl-path"] for _ in range(4)} == {"p1>d0"}
         pinned = two.ask(path="p0>d0")
         assert pinned.status_code == 503
-        assert "p0 is draining" in pinned.text
+        assert "it is draining" in pinned.text
         assert draining.poll() is None
         for gate in two.folder.glob("gate-*"):
             gate.unlink()

@@ -66,6 +66,7 @@ class Serving:
         self._expires_at_s = 0.0
         self._outbound: Outbound | None = None
         self._verdict: HandoffError | None = None
+        self._given_up = False
         self._ending_at: float | None = None
         self._work: queue.SimpleQueue[Outbound | None] = queue.SimpleQueue()
         name = f"pdctl-send-{link.connection.peer}"
@@ -88,6 +89,7 @@ class Serving:
         self._work.put(outbound)
 
     def unblock(self) -> None:
+        self._given_up = True
         self._link.connection.unblock()
 
     # -- pulse ---------------------------------------------------------------------------
@@ -180,6 +182,8 @@ class Serving:
         body = self._link.read_body(header)
         if self._room is not None:
             raise ProtocolViolation(f"a Hello while room {self._room} is open")
+        if self._given_up:
+            raise PeerLost("a Hello came after the connection was given up")
         self._addressed = header.room
         fingerprint, rest = wire.read_hello(header, body)
         if fingerprint != self._identity.digest:
@@ -216,6 +220,10 @@ class Serving:
 
     def _done(self, outbound: Outbound) -> None:
         outbound.committed()
+        if outbound.error is not None:
+            # this end gave it up first: the connection ends, and no next Hello is heard on it
+            self._lose(outbound.error)
+            raise outbound.error
         self._since = self._link.clock()
         self._outbound = None
         self._room = None

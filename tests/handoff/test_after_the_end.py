@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 import pytest
 from handoff.ends import WAIT_S, Clock, Ends, Once, Prefill, Sink, both_ends, kv, place
@@ -13,7 +14,9 @@ from pdctl.errors import HandoffError, HandoffExpired, PeerLost, ProtocolViolati
 from pdctl.handoff import wire
 from pdctl.handoff.identity import tokens_digest
 from pdctl.handoff.link import Link
+from pdctl.handoff.outbound import Over
 from pdctl.handoff.sender import Outbound
+from pdctl.handoff.serving import Serving
 from pdctl.handoff.transport.memory import MemoryTransport
 from pdctl.handoff.transport.tcp import TcpTransport
 
@@ -268,3 +271,45 @@ def test_a_new_connection_may_not_speak_of_another_room() -> None:
             assert inbound.settled.wait(WAIT_S)
         assert isinstance(sink.error, ProtocolViolation)
         fake.close()
+
+
+def until_lost(link: Link) -> Iterator[wire.Message]:
+    with suppress(PeerLost):
+        while True:
+            yield hear(link)
+
+
+@pytest.mark.parametrize("make", [MemoryTransport, TcpTransport], ids=["memory", "tcp"])
+def test_no_hello_is_heard_on_a_connection_that_is_given_up(
+    make: Callable[[], MemoryTransport | TcpTransport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """U4, R38: the sender has cancelled; Done and the next room's Hello were on the way. That room
+    is not claimed there, so that its receiver is served where it comes again."""
+    transport, told, finish = make(), threading.Event(), Serving._finish
+
+    def late(serving: Serving, outbound: Outbound, step: Over) -> None:
+        assert told.wait(WAIT_S)
+        finish(serving, outbound, step)
+
+    monkeypatch.setattr(Serving, "_finish", late)
+    with both_ends(transport) as ends:
+        one, two = ends.leg(), ends.leg()
+        with proved_link(transport, ends.port) as link:
+            outbound = ends.admit(one, IDS, Prefill())
+            say_hello(link, one)
+            assert isinstance(hear(link), wire.Offer)
+            link.send(wire.Grant(tokens=69, held_tokens=0, first_token=False), one.room)
+            ends.compute(outbound)
+            for _ in range(2):
+                link.read_piece(link.read_header())
+            assert isinstance(hear(link), wire.End)
+            outbound.cancel()
+            link.send(wire.Done(), one.room)
+            say_hello(link, two)
+            assert all(isinstance(message, wire.Abort) for message in until_lost(link))
+        prefill = Prefill()
+        ends.admit(two, IDS, prefill)
+        with proved_link(transport, ends.port) as link:
+            say_hello(link, two)
+            assert isinstance(hear(link), wire.Offer)
+            told.set()

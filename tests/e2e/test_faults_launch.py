@@ -130,9 +130,11 @@ def end_with_requests(cold: FarCluster, ledger: Ledger) -> None:
     began_s = time.monotonic()
     cold.pdctl("down", cold.topology)
     took_s = time.monotonic() - began_s
+    assert slow.result(5).status == 503
     for request in (slow, *streams):
         request.result(5)
         assert request.error is not None
+        assert request.error["code"] == "router_stopped"
         assert not request.complete
     left = [*cold.leftovers(), *gone_wrong(record)]
     assert left == []

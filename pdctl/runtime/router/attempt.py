@@ -23,6 +23,9 @@ from pdctl.runtime.router.stream import Kind
 ECHO_GRACE_S = 0.25
 """How long an echo ("peer lost") waits for the failure that it mirrors."""
 
+EXPIRY_GRACE_S = 0.5
+"""For the engines to end an expired handoff themselves: they look each quarter second."""
+
 DRAIN_S = 1.0
 
 
@@ -72,6 +75,7 @@ class Attempt:
         timeout_s: the deadline, counted from the last progress.
         idle: asks the engines for the seconds since the handoff's own last progress; None
             where it is over, or they can't be asked.
+        stopping: set when the router ends, and with it every try.
         recomputes: `on_failure = "recompute"`: prefill's failure leaves the decode leg open,
             which then computes the prompt itself. The failure is kept in `absorbed`.
     """
@@ -87,6 +91,7 @@ class Attempt:
         delivery: Delivery,
         aborter: Aborter,
         idle: Callable[[], Awaitable[float | None]],
+        stopping: anyio.Event,
         recomputes: bool = False,
     ) -> None:
         self._decode = decode
@@ -98,6 +103,7 @@ class Attempt:
         self._delivery = delivery
         self._aborter = aborter
         self._idle = idle
+        self._stopping = stopping
         self._recomputes = recomputes
         self.absorbed: RequestFailed | None = None
         self._prefilled = anyio.Event()
@@ -125,6 +131,7 @@ class Attempt:
     def _start(self, tasks: TaskGroup) -> None:
         self._renew()
         tasks.start_soon(self._expire, tasks)
+        tasks.start_soon(self._stop, tasks)
         for call in self._calls:
             tasks.start_soon(self._watch, call, tasks)
         if self._prefill is None:
@@ -203,6 +210,11 @@ class Attempt:
         if not call.finished:
             self._fail(call.lost(call.seat.lost_cause), tasks)
 
+    async def _stop(self, tasks: TaskGroup) -> None:
+        await self._stopping.wait()
+        self._failures.append(RequestFailed(503, "the router was stopped", code="router_stopped"))
+        tasks.cancel_scope.cancel()
+
     async def _expire(self, tasks: TaskGroup) -> None:
         while True:
             left_s = self._deadline - anyio.current_time()
@@ -211,6 +223,8 @@ class Attempt:
                 continue
             idle_s = None if self._prefill is None else await self._idle()
             if idle_s is None or idle_s >= self._timeout_s:
+                # their deadline is this one, and they know more of the cause
+                await anyio.sleep(0.0 if self._prefill is None else EXPIRY_GRACE_S)
                 break
             self._renew(idle_s)
         late = next((call for call in self._calls if not call.finished), self._decode)

@@ -17,6 +17,7 @@ from contextlib import ExitStack
 from typing import Protocol
 
 import aiohttp
+import anyio
 
 from pdctl.engines.channel import RouterAssignment
 from pdctl.engines.interface import EngineSpec, Leg
@@ -68,6 +69,8 @@ class Relay:
         self._aborter = aborter
         self._tally = tally
         self._refresh = refresh
+        self.stopping = anyio.Event()
+        """Set, it ends every request with an error that says so."""
         self._turns = itertools.count()
         self.adopt(assignment)
 
@@ -138,6 +141,7 @@ class Relay:
                 delivery=delivery,
                 aborter=self._aborter,
                 idle=HandoffProgress(self._roster, path, room or 0, self._refresh).idle_s,
+                stopping=self.stopping,
                 recomputes=recomputes,
             )
             try:

@@ -75,7 +75,7 @@ class Router:
             front = Front(
                 relay, self.roster, self.meter, self.link.refresh, self.assignment.api_key
             )
-            async with self._listening(front):
+            async with self._listening(front, relay):
                 self._watch(tasks, session, Ward(self.roster, canary))
                 if started is not None:
                     started.set()
@@ -109,7 +109,7 @@ class Router:
             await self.roster.changed()
 
     @contextlib.asynccontextmanager
-    async def _listening(self, front: Front) -> AsyncIterator[None]:
+    async def _listening(self, front: Front, relay: Relay) -> AsyncIterator[None]:
         runner = Runner(
             front.application(),
             handler_cancellation=True,
@@ -131,8 +131,19 @@ class Router:
             log.info("listening url=%s", self.url)
             yield
         finally:
-            with anyio.CancelScope(shield=True), anyio.move_on_after(2 * SHUTDOWN_S):
-                await runner.cleanup()
+            with anyio.CancelScope(shield=True), anyio.move_on_after(3 * SHUTDOWN_S):
+                await self._end_requests(runner, relay)
+
+    async def _end_requests(self, runner: Runner, relay: Relay) -> None:
+        """Accepts no more, gives those that run `SHUTDOWN_S`, then ends them: their clients
+        are told, and the engines' legs aborted, while there is still somebody to do it."""
+        for site in list(runner.sites):
+            await site.stop()
+        with anyio.move_on_after(SHUTDOWN_S):
+            while self.meter.active:  # noqa: ASYNC110
+                await anyio.sleep(0.02)
+        relay.stopping.set()
+        await runner.cleanup()
 
 
 def split_bind(bind: str) -> tuple[str, int]:

@@ -102,6 +102,8 @@ class Cluster:
         self.keeper = keeper
         self.router = router
         self.http = http
+        self.stop: Callable[[], None] = lambda: None
+        """Ends the router, as a signal does."""
 
     def __getitem__(self, name: str) -> FakeEngine:
         return self.engines[name]
@@ -201,9 +203,16 @@ async def cluster(
         tasks = await stack.enter_async_context(anyio.create_task_group())
         stack.callback(tasks.cancel_scope.cancel)
         started = anyio.Event()
-        tasks.start_soon(lambda: router.run(started=started))
+        life = anyio.CancelScope()
+
+        async def live() -> None:
+            with life:
+                await router.run(started=started)
+
+        tasks.start_soon(live)
         await started.wait()
         running = Cluster(keeper.engines, keeper, router, http)
+        running.stop = life.cancel
         if canaries:
             await running.ready(*(path.text for path in router.roster.paths))
             running.forget()

@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 
+import anyio
 import pytest
 from runtime.router.cluster import CHAT, COMPLETION, MODEL, cluster, eventually
 from runtime.router.fakes import chunk_of, stalls_then, streams
@@ -81,6 +82,25 @@ async def test_models_are_the_topologys_and_503_when_nothing_serves() -> None:
         assert (await c.ask(CHAT)).status == 503
         assert (await c.http.get(c.url("/ready"))).status == 503
         assert (await c.http.get(c.url("/health"))).status == 200
+
+
+async def test_a_router_that_is_stopped_tells_its_clients() -> None:
+    """R17: after a moment's grace each request ends with an error that says so, and what the
+    engines do for it is aborted."""
+    async with cluster() as c:
+        c["d0"].on["decode"] = stalls_then()
+        async with anyio.create_task_group() as tasks:
+            answers = []
+
+            async def ask() -> None:
+                answers.append(await c.ask(CHAT))
+
+            tasks.start_soon(ask)
+            await c["d0"].stalled.wait()
+            c.stop()
+        assert answers[0].status == 503
+        assert (await error(answers[0]))["code"] == "router_stopped"
+        await eventually(lambda: len(c["d0"].aborted) == 1)
 
 
 async def test_ready_says_what_is_missing() -> None:

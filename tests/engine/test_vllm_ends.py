@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from http.client import HTTPConnection
@@ -12,7 +12,15 @@ from typing import Any
 
 import msgspec
 import pytest
-from engine.vllm_pairs import COMPLETIONS, alone, check_at_rest, completion, until
+from engine.vllm_pairs import (
+    COMPLETIONS,
+    alone,
+    check_at_rest,
+    completion,
+    gap_where_parted,
+    metric,
+    until,
+)
 from engines.replicas import Pair, contract_of, text_of
 from engines.vllm_replicas import MODEL_NAME, VllmProcess, needs_vllm
 from tiny import digits
@@ -21,8 +29,12 @@ from pdctl.topology.model import Role
 
 pytestmark = [pytest.mark.engine, needs_vllm]
 
-BLOCKS = 30
-"""Of 64 tokens on the decode replica: about one prompt of 1900, so that others wait for it."""
+BLOCKS = 34
+"""Of 64 tokens on the decode replica: one context, so that others wait for it."""
+
+
+NEAR_TIE_NATS = 0.02
+"""What 16-bit pages may flip: they move a log probability by at most 0.012 (router/canary)."""
 
 
 @pytest.fixture(scope="module")
@@ -109,10 +121,9 @@ def test_prompts_that_differ_fail_by_name(pair: Pair) -> None:
     check_next_is_right(pair)
 
 
-def test_a_prompt_over_the_whole_budget_is_refused(pair: Pair) -> None:
-    """40 pages hold 2560 positions, more than the context: so a room is taken by hand first."""
+def test_prompts_wait_for_the_budget_and_are_all_served(pair: Pair) -> None:
+    """40 pages hold one such prompt at a time: the others wait, in order, and none is lost."""
     body = completion(2040, 6, salt="b", max_tokens=2)
-    answers = []
     with ThreadPoolExecutor(3) as pool:
         answers = list(pool.map(lambda _: pair.post(COMPLETIONS, body), range(3)))
     assert {(a[0], b[0]) for a, b in answers} == {(200, 200)}
@@ -202,17 +213,23 @@ def test_forty_cancelled_at_random_moments_leave_nothing(pair: Pair) -> None:
     check_next_is_right(pair)
 
 
-def test_requests_that_decode_preempts_go_on_right(pair: Pair) -> None:
-    """Six of 320 tokens grow by 128 each in 30 blocks: some lose their imported KV, and compute
-    it again."""
+def test_requests_that_decode_preempts_go_on_right(
+    pair: Pair, record_testsuite_property: Callable[[str, object], None]
+) -> None:
+    """Eight of 320 tokens grow by 384 each in 34 blocks: some lose their imported KV, and
+    compute it again. Text may leave what decode computes alone at a near-tie only."""
     bodies = [
-        {**completion(320, 20 + i, salt="preempt"), "max_tokens": 128, "ignore_eos": True}
-        for i in range(6)
+        {**completion(320, 20 + i, salt="preempt"), "max_tokens": 384, "ignore_eos": True}
+        for i in range(8)
     ]
-    expected = [alone(pair.decode, COMPLETIONS, body) for body in bodies]
-    with ThreadPoolExecutor(6) as pool:
+    before = metric(pair.decode, "vllm:num_preemptions_total")
+    with ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(lambda body: pair.post(COMPLETIONS, body), bodies))
-    assert [text_of(b[1]) for _, b in answers] == expected
+    assert metric(pair.decode, "vllm:num_preemptions_total") > before
+    for index, (body, (_, (_, answer))) in enumerate(zip(bodies, answers, strict=True)):
+        gap = gap_where_parted(pair.decode, body, text_of(answer))
+        record_testsuite_property(f"preempted.{index}.gap_nats", gap)
+        assert gap < NEAR_TIE_NATS
     check_next_is_right(pair)
 
 

@@ -66,7 +66,9 @@ def test_text_through_a_pair_equals_text_of_one(
     pair = four.pair(name)
     make = chat if path == CHAT else completion
     body = make(tokens, 5, salt=f"{name} {tokens}")
-    expected = alone(four.vd, path, body)
+    expected = alone(pair.decode, path, body)
+    # mlx-lm leaves out the space that a text begins with
+    assert expected.strip() == alone(four.vd, path, body).strip()
     before = pair.decode.counters()
     (prefilled, answer), (decoded, whole) = pair.post(path, body)
     assert (prefilled, decoded) == (200, 200), (answer, whole)
@@ -77,7 +79,7 @@ def test_text_through_a_pair_equals_text_of_one(
     assert after.imported_tokens - before.imported_tokens == count - 1
     pages = -(-(count - 1) // PAGE_TOKENS)
     assert after.host_bytes - before.host_bytes == pages * pair.decode.contract.page_bytes
-    events = pair.events(path, {**body, "cache_salt": "streamed"})
+    events = pair.events(path, {**body, "cache_salt": f"{name} {tokens} streamed"})
     assert "".join(map(text_of, events)) == expected
     check_at_rest(pair.prefill, pair.decode)
 
@@ -120,8 +122,8 @@ def test_a_prompt_that_decode_holds_whole_moves_nothing(four: Four) -> None:
 def test_what_prefill_holds_already_is_sent_all_the_same(four: Four, name: str) -> None:
     """Prefill's own prefix cache spares it the computing, not the sending."""
     pair = four.pair(name)
-    body = completion(400, 8, salt=f"warm {name}")
-    expected = alone(four.vd, COMPLETIONS, body)
+    body = completion(400, 9, salt=f"warm {name}")
+    expected = alone(pair.decode, COMPLETIONS, body)
     status, warmed = four.vp.post(COMPLETIONS, {**body, "max_tokens": 1})
     assert status == 200, warmed
     (prefilled, answer), (decoded, whole) = pair.post(COMPLETIONS, body)
@@ -144,7 +146,7 @@ def test_sixteen_at_once_are_all_right(four: Four, name: str) -> None:
     """More than either engine runs at a time (eight): the rest waits, in order."""
     pair = four.pair(name)
     bodies = [completion(40 + 29 * i, i, salt=f"many {name}") for i in range(16)]
-    expected = [alone(four.vd, COMPLETIONS, body) for body in bodies]
+    expected = [alone(pair.decode, COMPLETIONS, body) for body in bodies]
     with ThreadPoolExecutor(len(bodies)) as pool:
         answers = list(pool.map(lambda body: pair.post(COMPLETIONS, body), bodies))
     assert [(a[0], b[0]) for a, b in answers] == [(200, 200)] * 16

@@ -151,8 +151,11 @@ class DecodeLeg:
             self._desk.loaded(self._request_id, private)
         self._answered.set()
 
-    def finish(self) -> None:
-        """Worker thread: the request has ended in the engine; what is still under way ends."""
+    def finish(self, *, aborted: bool) -> None:
+        """Worker thread: the request has ended in the engine. One that held all it needed may
+        have been answered before the sender's Done: its handoff goes on to its own end."""
+        if not aborted:
+            return
         self._cancelled = True
         if self._inbound is not None:
             self._inbound.cancel()

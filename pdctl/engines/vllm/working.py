@@ -131,7 +131,7 @@ class WorkerHalf:
             sending.finish(finish.first_token)
         receiving = self._decode.pop(finish.request_id, None)
         if receiving is not None:
-            receiving.finish()
+            receiving.finish(aborted=finish.first_token is None)
 
     def _export(self, export: Export) -> None:
         sending = self._prefill.get(export.request_id)

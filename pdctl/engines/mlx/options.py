@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from pdctl.engines.engine_config import Problem, check_config, normalised
 from pdctl.topology.diagnostics import Diagnostic
 
 PREFILL_STEP_TOKENS = 256
@@ -80,46 +81,28 @@ OWNED: Mapping[str, str] = {
 """Options that pdctl sets itself or refuses, and what to do instead."""
 
 
-def normalised(key: str) -> str:
-    return key.lower().replace("-", "_")
-
-
 def check_options(config: Mapping[str, Any], replica: str) -> list[Diagnostic]:
     """Every entry of an `engine_config` that cannot be passed on, in the file's order."""
-    found = []
-    for key, value in config.items():
-        problem = _problem(normalised(key), value)
-        if problem is not None:
-            code, what, hint = problem
-            found.append(
-                Diagnostic(
-                    code=f"topology.engine_config.{code}",
-                    summary=f'replica "{replica}": engine_config.{key} {what}',
-                    replica=replica,
-                    field=f"engine_config.{key}",
-                    hint=hint,
-                )
-            )
-    return found
+    return check_config(config, replica, _problem)
 
 
-def _problem(name: str, value: Any) -> tuple[str, str, str | None] | None:
+def _problem(name: str, value: Any) -> Problem | None:
     if name in OWNED:
-        return "owned", "is not for engine_config", OWNED[name]
+        return Problem("owned", "is not for engine_config", OWNED[name])
     option = PASSED.get(name)
     if option is None:
         near = get_close_matches(name, PASSED, n=1)
-        return (
+        return Problem(
             "unknown",
             "is not an option of mlx_lm.server",
             f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(PASSED))}",
         )
     if isinstance(value, bool) or not isinstance(value, option.types):
         names = " or ".join(t.__name__ for t in option.types)
-        return "value", f"must be of type {names}", None
+        return Problem("value", f"must be of type {names}", None)
     least = option.minimum
     if least is not None and isinstance(value, int | float) and value < least:
-        return "value", f"must be at least {least:g}", None
+        return Problem("value", f"must be at least {least:g}", None)
     return None
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from pdctl.engines.bodies import one_token
 from pdctl.engines.interface import Command, Leg
 from pdctl.engines.mlx.options import OWNED, check_options, option_arguments
 from pdctl.errors import HANDOFF_CAUSES
@@ -78,9 +79,7 @@ class MlxSpec:
         )
 
     def prefill_body(self, body: dict[str, Any], leg: Leg) -> dict[str, Any]:
-        kept = {name: value for name, value in body.items() if name not in NOT_ON_PREFILL}
-        one = {"max_tokens": 1, "max_completion_tokens": 1, "stream": False, "n": 1}
-        return {**kept, **one, "pdctl": msgspec.to_builtins(leg)}
+        return {**one_token(body, NOT_ON_PREFILL), "pdctl": msgspec.to_builtins(leg)}
 
     def decode_body(self, body: dict[str, Any], leg: Leg) -> dict[str, Any]:
         return {**body, "pdctl": msgspec.to_builtins(leg)}

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
 
+from pdctl.engines.engine_config import Problem, check_config, normalised
 from pdctl.topology.diagnostics import Diagnostic
 
 SWITCHES = frozenset(
@@ -141,46 +142,28 @@ OWNED: Mapping[str, str] = {
 """Options that pdctl sets itself or refuses, and what to do instead."""
 
 
-def normalised(key: str) -> str:
-    return key.lower().replace("-", "_")
-
-
 def check_options(config: Mapping[str, Any], replica: str) -> list[Diagnostic]:
     """Every entry of an `engine_config` that cannot be passed on, in the file's order."""
-    found = []
-    for key, value in config.items():
-        problem = _problem(normalised(key), value)
-        if problem is not None:
-            code, what, hint = problem
-            found.append(
-                Diagnostic(
-                    code=f"topology.engine_config.{code}",
-                    summary=f'replica "{replica}": engine_config.{key} {what}',
-                    replica=replica,
-                    field=f"engine_config.{key}",
-                    hint=hint,
-                )
-            )
-    return found
+    return check_config(config, replica, _problem)
 
 
-def _problem(name: str, value: Any) -> tuple[str, str, str | None] | None:
+def _problem(name: str, value: Any) -> Problem | None:
     if name in OWNED:
-        return "owned", "is not for engine_config", OWNED[name]
+        return Problem("owned", "is not for engine_config", OWNED[name])
     if name in SWITCHES:
         if not isinstance(value, bool):
-            return "value", "must be true or false", None
+            return Problem("value", "must be true or false", None)
         if name in ONLY_ON and not value:
-            return "value", "can only be true", f"leave {name} away"
+            return Problem("value", "can only be true", f"leave {name} away")
         return None
     if name not in VALUES:
         near = get_close_matches(name, SWITCHES | VALUES, n=1)
         hint = f"did you mean {near[0]}?" if near else "see `vllm serve --help=all`"
-        return "unknown", "is not an option of vLLM's server", hint
+        return Problem("unknown", "is not an option of vLLM's server", hint)
     if isinstance(value, bool):
-        return "value", "takes a value, not true or false", None
+        return Problem("value", "takes a value, not true or false", None)
     if name == "block_size" and not (isinstance(value, int) and value > 0 and value % 16 == 0):
-        return "value", "must be a multiple of 16", None
+        return Problem("value", "must be a multiple of 16", None)
     return None
 
 

@@ -9,8 +9,10 @@ from typing import Any
 
 import msgspec
 
+from pdctl.engines.bodies import one_token
+from pdctl.engines.engine_config import normalised
 from pdctl.engines.interface import Command, Leg
-from pdctl.engines.vllm.options import OWNED, check_options, normalised, option_arguments
+from pdctl.engines.vllm.options import OWNED, check_options, option_arguments
 from pdctl.errors import HANDOFF_CAUSES
 from pdctl.topology.contract import Contract
 from pdctl.topology.diagnostics import Diagnostic
@@ -109,9 +111,7 @@ class VllmSpec:
         )
 
     def prefill_body(self, body: dict[str, Any], leg: Leg) -> dict[str, Any]:
-        kept = {name: value for name, value in body.items() if name not in NOT_ON_PREFILL}
-        one = {"max_tokens": 1, "max_completion_tokens": 1, "stream": False, "n": 1}
-        return {**kept, **one, "kv_transfer_params": _params(leg)}
+        return {**one_token(body, NOT_ON_PREFILL), "kv_transfer_params": _params(leg)}
 
     def decode_body(self, body: dict[str, Any], leg: Leg) -> dict[str, Any]:
         return {**body, "kv_transfer_params": _params(leg)}

@@ -56,7 +56,7 @@ def deposit(
 
 def clear(host: RuntimeHost, place: Placement) -> None:
     """Removes what `deposit` and the agent wrote, but for logs."""
-    for name in ("key", "api_key", "cluster.json", f"agent-{host.name}.json", "changes.json"):
+    for name in ("key", "api_key", "cluster.json", f"agent-{host.name}.json"):
         host.remove(f"{place.state}/{name}")
 
 

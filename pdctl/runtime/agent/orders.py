@@ -17,7 +17,6 @@ from pdctl.engines.channel import (
 )
 from pdctl.engines.interface import Command
 from pdctl.engines.registry import spec_for
-from pdctl.handoff.transport.tls import Certificate
 from pdctl.runtime.agent.journal import ROUTER
 from pdctl.runtime.agent.supervisor import Order
 from pdctl.runtime.certificate import cluster_certificate
@@ -108,11 +107,8 @@ class Orders:
                 buffer_bytes=record.plan.buffer_bytes or 0,
                 encrypt=handoff.encrypt,
             ),
-            certificate=self._certificate() if handoff.encrypt else None,
+            certificate=cluster_certificate(self.key) if handoff.encrypt else None,
         )
-
-    def _certificate(self) -> Certificate:
-        return cluster_certificate(self._state.read_key())
 
     def router_assignment(self) -> RouterAssignment:
         record = self.record

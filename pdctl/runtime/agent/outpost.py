@@ -13,7 +13,7 @@ import logging
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Protocol
 
 import anyio
 import msgspec
@@ -25,6 +25,7 @@ from pdctl.runtime.agent.client import AgentCalls, RelayedAgent, Relaying
 from pdctl.runtime.agent.view import HostState, Snapshot
 from pdctl.runtime.hosts.interface import RuntimeHost
 from pdctl.runtime.hosts.ssh import Forward
+from pdctl.runtime.keeper import in_thread
 from pdctl.runtime.placement import Placement
 from pdctl.runtime.state import ClusterRecord
 from pdctl.topology.plan import Plan, ReplicaPlan
@@ -40,8 +41,6 @@ WATCHDOG_S = 10.0
 LOOK_EVERY_S = 0.2
 SHUTDOWN_S = 45.0
 """For an agent to end all that it supervises, and itself."""
-
-T = TypeVar("T")
 
 
 class FarHost(RuntimeHost, Relaying, Protocol):
@@ -143,7 +142,7 @@ class Outpost:
     async def lay(self, record: ClusterRecord) -> None:
         """Makes the ways to the engines of a changed cluster; those of before stay for now.
         HostError where one can't be made."""
-        await _in_thread(self._host.forward, forwards_to(self.name, record.plan))
+        await in_thread(self._host.forward, forwards_to(self.name, record.plan))
 
     def change(self, record: ClusterRecord) -> None:
         """Takes a changed cluster."""
@@ -180,7 +179,7 @@ class Outpost:
 
     async def _reach(self) -> None:
         if self._place is None:
-            self._place = await _in_thread(placement.placement, self._host, self._record)
+            self._place = await in_thread(placement.placement, self._host, self._record)
         client = RelayedAgent(self.name, self._record.run, self._host, self._place.state)
         if self._restarts < 0 or not await self._answers(client, WATCHDOG_S):
             await self._start_agent(client, self._place)
@@ -194,12 +193,12 @@ class Outpost:
             self._restarts = max(0, self._restarts)
             return
         self._turn("starting", None)
-        await _in_thread(
+        await in_thread(
             partial(placement.deposit, self._host, place, self._record, key=self._key, api_key=None)
         )
         declared = self._record.topology.hosts[self.name]
         log.info("host=%s starting its agent", self.name)
-        await _in_thread(
+        await in_thread(
             partial(
                 placement.start_agent,
                 self._host,
@@ -267,7 +266,3 @@ def _unheard(plan: ReplicaPlan) -> MemberState:
         data_port=plan.data_port,
         compute_dtype=plan.compute_dtype,
     )
-
-
-async def _in_thread(function: Callable[..., T], *arguments: Any) -> T:
-    return await anyio.to_thread.run_sync(partial(function, *arguments))

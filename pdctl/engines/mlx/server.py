@@ -20,20 +20,18 @@ import mlx_lm.server as library
 import msgspec
 
 from pdctl.engines.attachment import Attachment
-from pdctl.engines.channel import Assignment, Effective, Failed, Ready
+from pdctl.engines.channel import Assignment, Effective, Ready
+from pdctl.engines.ends import open_ends
 from pdctl.engines.mlx.admission import Admission
 from pdctl.engines.mlx.effective import read_attention, read_positions
 from pdctl.engines.mlx.http import Server
 from pdctl.engines.mlx.loop import EngineLoop
 from pdctl.errors import HandoffCancelled, LaunchError, PdctlError
 from pdctl.handoff.counters import CounterBoard
-from pdctl.handoff.identity import Identity
-from pdctl.handoff.page import PageGeometry
 from pdctl.handoff.receiver import Receiver
 from pdctl.handoff.sender import Sender
-from pdctl.handoff.transport.choice import chosen_transport
 from pdctl.topology.contract import Attention, Positions
-from pdctl.topology.model import Engine, Role
+from pdctl.topology.model import Engine
 
 log = logging.getLogger("pdctl.engines.mlx")
 
@@ -78,7 +76,7 @@ class Replica:
         )
         # the loop either loads or ends the process
         engine.loaded.wait()
-        data_port = self._start_handoff(assigned, engine)
+        data_port = self._start_handoff(assigned)
         admission = Admission(
             engine,
             replica=assigned.replica,
@@ -111,40 +109,12 @@ class Replica:
                 log.exception("a clean-up step failed")
         _leave(0)
 
-    def _start_handoff(self, assigned: Assignment, engine: EngineLoop) -> int | None:
-        contract, handoff = assigned.contract, assigned.handoff
-        geometry = PageGeometry.of(contract)
-        identity = Identity(assigned.replica, assigned.key, contract.digest)
-        transport = chosen_transport(assigned.certificate, os.environ)
-        if assigned.role is Role.DECODE:
-            self._receiver = Receiver(
-                identity,
-                geometry,
-                timeout_s=handoff.timeout_s,
-                board=self._board,
-                on_failed=self._report("decode"),
-                transport=transport,
-            )
-        if assigned.role is not Role.PREFILL:
-            return None
-        self._sender = Sender(
-            identity,
-            geometry,
-            listen=(assigned.data_host, assigned.data_port or 0),
-            budget_bytes=handoff.buffer_bytes,
-            timeout_s=handoff.timeout_s,
-            board=self._board,
-            on_failed=self._report("prefill"),
-            transport=transport,
+    def _start_handoff(self, assigned: Assignment) -> int | None:
+        """The data port that now listens; None where this role does not send."""
+        self._sender, self._receiver = open_ends(
+            assigned, self._board, self._attachment.failed, os.environ
         )
-        return self._sender.start()
-
-    def _report(self, leg: str) -> Any:
-        def failed(room: int, cause: str, detail: str) -> None:
-            log.warning("room=%s leg=%s failed: %s: %s", room, leg, cause, detail)
-            self._attachment.failed(Failed(room=room, leg=leg, cause=cause, detail=detail))
-
-        return failed
+        return self._sender.start() if self._sender is not None else None
 
     def _ready(self, engine: EngineLoop, http_port: int, data_port: int | None) -> Ready:
         contract = self._assigned.contract

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from http.client import HTTPConnection, HTTPException
 from typing import Any
 
@@ -17,15 +17,13 @@ import msgspec
 
 from pdctl.engines.attachment import Attachment
 from pdctl.engines.channel import Assignment, Effective, Failed, Ready
+from pdctl.engines.ends import open_ends
 from pdctl.engines.vllm.steps import Load
 from pdctl.handoff.counters import CounterBoard
-from pdctl.handoff.identity import Identity
-from pdctl.handoff.page import PageGeometry
 from pdctl.handoff.receiver import Receiver
 from pdctl.handoff.sender import Sender
-from pdctl.handoff.transport.choice import chosen_transport
 from pdctl.topology.contract import Attention, Positions
-from pdctl.topology.model import ComputeDtype, Engine, Role
+from pdctl.topology.model import ComputeDtype, Engine
 
 log = logging.getLogger("pdctl.engines.vllm")
 
@@ -111,39 +109,11 @@ class Session:
                 log.exception("a clean-up step failed")
 
     def _open_end(self) -> int | None:
-        assigned = self.assigned
-        identity = Identity(assigned.replica, assigned.key, assigned.contract.digest)
-        geometry = PageGeometry.of(assigned.contract)
-        transport = chosen_transport(assigned.certificate, self._environment)
-        if assigned.role is Role.DECODE:
-            self.receiver = Receiver(
-                identity,
-                geometry,
-                timeout_s=assigned.handoff.timeout_s,
-                board=self.board,
-                on_failed=self._reporting("decode"),
-                transport=transport,
-            )
-        if assigned.role is not Role.PREFILL:
-            return None
-        self.sender = Sender(
-            identity,
-            geometry,
-            listen=(assigned.data_host, assigned.data_port or 0),
-            budget_bytes=assigned.handoff.buffer_bytes,
-            timeout_s=assigned.handoff.timeout_s,
-            board=self.board,
-            on_failed=self._reporting("prefill"),
-            transport=transport,
+        """The data port that now listens; None where this role does not send."""
+        self.sender, self.receiver = open_ends(
+            self.assigned, self.board, self.report, self._environment
         )
-        return self.sender.start()
-
-    def _reporting(self, leg: str) -> Callable[[int, str, str], None]:
-        def failed(room: int, cause: str, detail: str) -> None:
-            log.warning("room=%s leg=%s failed: %s: %s", room, leg, cause, detail)
-            self.report(Failed(room=room, leg=leg, cause=cause, detail=detail))
-
-        return failed
+        return self.sender.start() if self.sender is not None else None
 
     def _ready(self, loaded: Loaded, data_port: int | None) -> Ready:
         contract = self.assigned.contract

@@ -1,0 +1,77 @@
+"""A replica's end of the handoff, opened as its agent assigned it. In-engine."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from pdctl.engines.channel import Assignment, Failed
+from pdctl.handoff.counters import CounterBoard
+from pdctl.handoff.identity import Identity
+from pdctl.handoff.page import PageGeometry
+from pdctl.handoff.receiver import Receiver
+from pdctl.handoff.sender import Sender
+from pdctl.handoff.transport.choice import chosen_transport
+from pdctl.topology.model import Role
+
+log = logging.getLogger("pdctl.engines")
+
+
+class Ends(NamedTuple):
+    """A prefill replica sends, a decode replica receives, an ordinary one does neither. Whoever
+    opened them closes them."""
+
+    sender: Sender | None = None
+    receiver: Receiver | None = None
+
+
+def open_ends(
+    assigned: Assignment,
+    board: CounterBoard,
+    tell: Callable[[Failed], None],
+    environment: Mapping[str, str],
+) -> Ends:
+    """Opens this role's end; a sender is not started yet.
+
+    Args:
+        tell: gets every failed handoff, from the handoff's own threads.
+
+    Raises:
+        UsageError: the environment asks for a pacing that can't be.
+    """
+
+    def reporting(leg: str) -> Callable[[int, str, str], None]:
+        def failed(room: int, cause: str, detail: str) -> None:
+            log.warning("room=%s leg=%s failed: %s: %s", room, leg, cause, detail)
+            tell(Failed(room=room, leg=leg, cause=cause, detail=detail))
+
+        return failed
+
+    identity = Identity(assigned.replica, assigned.key, assigned.contract.digest)
+    geometry = PageGeometry.of(assigned.contract)
+    transport = chosen_transport(assigned.certificate, environment)
+    timeout_s = assigned.handoff.timeout_s
+    if assigned.role is Role.DECODE:
+        receiver = Receiver(
+            identity,
+            geometry,
+            timeout_s=timeout_s,
+            board=board,
+            on_failed=reporting("decode"),
+            transport=transport,
+        )
+        return Ends(receiver=receiver)
+    if assigned.role is not Role.PREFILL:
+        return Ends()
+    sender = Sender(
+        identity,
+        geometry,
+        listen=(assigned.data_host, assigned.data_port or 0),
+        budget_bytes=assigned.handoff.buffer_bytes,
+        timeout_s=timeout_s,
+        board=board,
+        on_failed=reporting("prefill"),
+        transport=transport,
+    )
+    return Ends(sender=sender)

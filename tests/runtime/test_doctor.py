@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 import socket
 import threading
 from collections.abc import Callable
@@ -73,9 +75,14 @@ model = "{model}"
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that is free, as the next ones are, below those that the system hands out: other
+    tests on this machine take one of those at any moment."""
+    for port in random.Random().sample(range(10_000, 19_990), 100):
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            for near in range(port, port + 5):
+                stack.enter_context(socket.create_server(("127.0.0.1", near)))
+            return port
+    raise AssertionError("no five ports in a row are free")
 
 
 Examine = Callable[..., Findings]

@@ -53,7 +53,7 @@ from pdctl.handoff.transport.interface import Transport
 from pdctl.handoff.transport.sockets import SocketOptions, congestion_of
 from pdctl.handoff.transport.tcp import TcpTransport
 from pdctl.handoff.transport.tls import Certificate, TlsTransport
-from pdctl.runtime.certificate import cluster_certificate
+from pdctl.runtime.cluster.certificate import cluster_certificate
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET_RATIO = 0.8

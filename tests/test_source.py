@@ -42,7 +42,7 @@ ASKS = frozenset("snapshot status refresh poll counters members describe changes
 
 MAY_POLL = {
     "runtime/bench/measure.py": "counters that lag an answer, five times at most",
-    "runtime/draining.py": "what still runs is counted where it runs and is not pushed",
+    "runtime/change/draining.py": "what still runs is counted where it runs and is not pushed",
 }
 
 

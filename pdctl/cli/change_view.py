@@ -12,12 +12,12 @@ import typer
 from pdctl.cli import render
 from pdctl.cli.launch_view import Board, board
 from pdctl.errors import AgentLost, InterruptedLaunch
-from pdctl.runtime.changing import Changing, changed_record, difference, refuse
-from pdctl.runtime.interruption import interruptible
-from pdctl.runtime.keeper import agent_of, hosts_of, in_thread
-from pdctl.runtime.rolling import rolling
-from pdctl.runtime.state import ClusterRecord, StateDir
-from pdctl.runtime.validation import Validation, validate
+from pdctl.runtime.change.changing import Changing, changed_record, difference, refuse
+from pdctl.runtime.change.rolling import rolling
+from pdctl.runtime.checks.validation import Validation, validate
+from pdctl.runtime.cluster.keeper import agent_of, hosts_of, in_thread
+from pdctl.runtime.cluster.state import ClusterRecord, StateDir
+from pdctl.runtime.launch.interruption import interruptible
 from pdctl.topology.changes import Changes
 from pdctl.topology.model import Topology
 

@@ -35,7 +35,7 @@ def files(incomplete: str) -> list[str]:
 
 def _running(incomplete: str) -> list[str]:
     from pdctl.errors import PdctlError
-    from pdctl.runtime import state
+    from pdctl.runtime.cluster import state
 
     with contextlib.suppress(PdctlError, OSError):
         names = [found.path.name for found in state.clusters()]
@@ -71,7 +71,7 @@ def _names(context: typer.Context, incomplete: str, also: tuple[str, ...]) -> li
 def _declared(target: str) -> tuple[str, ...]:
     """As they run; where nothing runs, as the file declares them."""
     from pdctl.errors import PdctlError
-    from pdctl.runtime import state
+    from pdctl.runtime.cluster import state
     from pdctl.topology.load import read
 
     with contextlib.suppress(PdctlError, OSError):

@@ -11,12 +11,12 @@ import typer
 
 from pdctl.cli import render
 from pdctl.cli.arguments import Cluster
+from pdctl.runtime.checks.doctor import diagnose, exit_code, of_bad_file
+from pdctl.runtime.checks.findings import Findings, HostFound, PairFound
 from pdctl.runtime.checks.ground import Ground
-from pdctl.runtime.doctor import diagnose, exit_code, of_bad_file
-from pdctl.runtime.findings import Findings, HostFound, PairFound
+from pdctl.runtime.checks.validation import check_file
+from pdctl.runtime.cluster.state import own_plan, own_ports, running
 from pdctl.runtime.hosts.reach import Hosts
-from pdctl.runtime.state import own_plan, own_ports, running
-from pdctl.runtime.validation import check_file
 from pdctl.topology.diagnostics import Diagnostic, Report
 from pdctl.topology.load import read
 from pdctl.topology.model import Topology

@@ -11,11 +11,11 @@ from pdctl.cli import render
 from pdctl.cli.arguments import Cluster
 from pdctl.cli.launch_view import Board, board
 from pdctl.errors import ClusterError
-from pdctl.runtime import lock
-from pdctl.runtime.interruption import Interruption
-from pdctl.runtime.keeper import hosts_of
-from pdctl.runtime.state import ClusterRecord, StateDir, resolve
-from pdctl.runtime.teardown import take_down
+from pdctl.runtime.cluster import lock
+from pdctl.runtime.cluster.keeper import hosts_of
+from pdctl.runtime.cluster.state import ClusterRecord, StateDir, resolve
+from pdctl.runtime.launch.interruption import Interruption
+from pdctl.runtime.launch.teardown import take_down
 
 
 def down(

@@ -11,10 +11,10 @@ import typer
 from pdctl.cli import render
 from pdctl.cli.arguments import Cluster, Replica
 from pdctl.errors import ClusterError, InterruptedLaunch
-from pdctl.runtime.draining import StillActive, closing, refuse_unknown, wait_idle
-from pdctl.runtime.interruption import interruptible
-from pdctl.runtime.keeper import keeper_of
-from pdctl.runtime.state import ClusterRecord, StateDir, running
+from pdctl.runtime.change.draining import StillActive, closing, refuse_unknown, wait_idle
+from pdctl.runtime.cluster.keeper import keeper_of
+from pdctl.runtime.cluster.state import ClusterRecord, StateDir, running
+from pdctl.runtime.launch.interruption import interruptible
 
 
 def drain(

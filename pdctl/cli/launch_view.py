@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pdctl.cli import render
-from pdctl.runtime.events import LaunchEvent, Stage
+from pdctl.runtime.launch.events import LaunchEvent, Stage
 from pdctl.trace import monotonic_s
 
 STYLES = {

@@ -15,10 +15,18 @@ from pdctl.cli import render
 from pdctl.cli.arguments import Cluster, ProcessNames
 from pdctl.cli.launch_view import Prefixes
 from pdctl.errors import UsageError
-from pdctl.runtime.keeper import hosts_of
-from pdctl.runtime.log_places import cluster_logs, local_logs, log_hosts
-from pdctl.runtime.logs import Log, Selection, follow, parse_pattern, parse_since, read, sizes
-from pdctl.runtime.state import StateDir, resolve
+from pdctl.runtime.cluster.keeper import hosts_of
+from pdctl.runtime.cluster.log_places import cluster_logs, local_logs, log_hosts
+from pdctl.runtime.cluster.logs import (
+    Log,
+    Selection,
+    follow,
+    parse_pattern,
+    parse_since,
+    read,
+    sizes,
+)
+from pdctl.runtime.cluster.state import StateDir, resolve
 
 T = TypeVar("T")
 

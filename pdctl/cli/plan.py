@@ -13,11 +13,11 @@ from pdctl.cli.arguments import TopologyFile
 from pdctl.engines.interface import Command
 from pdctl.engines.registry import spec_for
 from pdctl.runtime.agent.outpost import forwards_to
+from pdctl.runtime.checks.outcome import Validation
+from pdctl.runtime.checks.validation import validate as run
+from pdctl.runtime.cluster.placement import agent_command
+from pdctl.runtime.cluster.state import own_plan, own_ports
 from pdctl.runtime.hosts.ssh import far_end_argv
-from pdctl.runtime.outcome import Validation
-from pdctl.runtime.placement import agent_command
-from pdctl.runtime.state import own_plan, own_ports
-from pdctl.runtime.validation import validate as run
 from pdctl.topology.model import Topology
 from pdctl.topology.plan import Plan
 from pdctl.topology.sizes import approximate_size

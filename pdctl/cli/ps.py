@@ -11,8 +11,8 @@ import typer
 
 from pdctl.cli import render
 from pdctl.cli.arguments import Cluster
-from pdctl.runtime.state import running
-from pdctl.runtime.status import Status, status
+from pdctl.runtime.cluster.state import running
+from pdctl.runtime.cluster.status import Status, status
 from pdctl.topology.sizes import approximate_size
 
 COLUMNS = {

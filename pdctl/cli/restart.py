@@ -12,12 +12,12 @@ from pdctl.cli import render
 from pdctl.cli.arguments import Cluster, ReplicaOrRouter
 from pdctl.cli.launch_view import Board, board
 from pdctl.errors import ClusterError, InterruptedLaunch
-from pdctl.runtime import lock
 from pdctl.runtime.agent.journal import ROUTER
-from pdctl.runtime.draining import StillActive, refuse_unknown
-from pdctl.runtime.interruption import interruptible
-from pdctl.runtime.rolling import rolling
-from pdctl.runtime.state import ClusterRecord, StateDir, running
+from pdctl.runtime.change.draining import StillActive, refuse_unknown
+from pdctl.runtime.change.rolling import rolling
+from pdctl.runtime.cluster import lock
+from pdctl.runtime.cluster.state import ClusterRecord, StateDir, running
+from pdctl.runtime.launch.interruption import interruptible
 
 
 def restart(

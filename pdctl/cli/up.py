@@ -17,13 +17,13 @@ from pdctl.cli.change_view import change, stands
 from pdctl.cli.down import stop
 from pdctl.cli.launch_view import Board, Prefixes, board
 from pdctl.errors import ClusterError
-from pdctl.runtime import lock
-from pdctl.runtime.foreground import Session
-from pdctl.runtime.interruption import raising
-from pdctl.runtime.launch import prepare
-from pdctl.runtime.logs import Line
-from pdctl.runtime.state import ClusterRecord, StateDir, declared_name
-from pdctl.runtime.validation import Validation, validate
+from pdctl.runtime.checks.validation import Validation, validate
+from pdctl.runtime.cluster import lock
+from pdctl.runtime.cluster.logs import Line
+from pdctl.runtime.cluster.state import ClusterRecord, StateDir, declared_name
+from pdctl.runtime.launch.foreground import Session
+from pdctl.runtime.launch.interruption import raising
+from pdctl.runtime.launch.launching import prepare
 
 
 def up(

@@ -22,8 +22,8 @@ def validate(
     prefill/decode pair, ports, and whether the hosts of a pair reach each other. All problems are
     reported, each with a hint; `pdctl up` does the same and starts nothing where there is one."""
     from pdctl.cli import render
-    from pdctl.runtime.state import own_plan, own_ports
-    from pdctl.runtime.validation import validate as run
+    from pdctl.runtime.checks.validation import validate as run
+    from pdctl.runtime.cluster.state import own_plan, own_ports
 
     with render.steps() as watcher:
         outcome = run(

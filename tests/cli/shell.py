@@ -17,8 +17,8 @@ from typing import Any
 import httpx2 as httpx
 from runtime.clusters import topology_text
 
-from pdctl.runtime import process
-from pdctl.runtime.state import ClusterRecord, StateDir
+from pdctl.runtime.cluster.state import ClusterRecord, StateDir
+from pdctl.runtime.machine import process
 
 PDCTL = Path(sys.executable).with_name("pdctl")
 TIMEOUT_S = 90

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from cli.shell import PDCTL, TIMEOUT_S, Shell
 
-from pdctl.runtime import process
+from pdctl.runtime.machine import process
 
 pytestmark = pytest.mark.engine
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pdctl.runtime.findings import EngineFound, Findings, HostFound, PairFound, PortFound
+from pdctl.runtime.checks.findings import EngineFound, Findings, HostFound, PairFound, PortFound
 from pdctl.runtime.hosts.survey import Device
 
 PAGE = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text()

@@ -9,7 +9,7 @@ import pytest
 from cli.shell import TIMEOUT_S, Shell
 from runtime.clusters import free_port
 
-from pdctl.runtime import process
+from pdctl.runtime.machine import process
 
 pytestmark = pytest.mark.engine
 

@@ -18,7 +18,7 @@ from runtime.fleet import own_address
 from sshd import Machines
 
 from pdctl.engines.channel import RUN_ENV
-from pdctl.runtime.state import ClusterRecord, StateDir, handoff_key
+from pdctl.runtime.cluster.state import ClusterRecord, StateDir, handoff_key
 
 P_HOST, D_HOST = "gpu1", "studio"
 HOSTS = ("local", P_HOST, D_HOST)

@@ -14,7 +14,7 @@ from e2e.cluster import PDCTL, Cluster, engine_env
 from sshd import Machines
 
 from pdctl.engines.channel import RUN_ENV
-from pdctl.runtime.state import ClusterRecord, StateDir
+from pdctl.runtime.cluster.state import ClusterRecord, StateDir
 
 LEFT_S = 10.0
 """For what was told to end to be gone."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pdctl.handoff.transport.interface import Transport
 from pdctl.handoff.transport.tcp import TcpTransport
 from pdctl.handoff.transport.tls import Certificate, TlsTransport
-from pdctl.runtime.certificate import cluster_certificate
+from pdctl.runtime.cluster.certificate import cluster_certificate
 
 OURS = cluster_certificate("ab" * 32)
 OTHER = cluster_certificate("cd" * 32)

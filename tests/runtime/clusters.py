@@ -17,12 +17,12 @@ import msgspec
 from pdctl.engines.channel import RUN_ENV, MemberState
 from pdctl.engines.interface import Command
 from pdctl.errors import AgentLost
-from pdctl.runtime import process
 from pdctl.runtime.agent.client import AgentClient
 from pdctl.runtime.agent.view import Snapshot
+from pdctl.runtime.cluster.state import AgentRecord, ClusterRecord, StateDir
 from pdctl.runtime.hosts.interface import Mark
 from pdctl.runtime.hosts.local import LocalHost
-from pdctl.runtime.state import AgentRecord, ClusterRecord, StateDir
+from pdctl.runtime.machine import process
 from pdctl.topology.contract import Attention, Contract, Positions
 from pdctl.topology.load import loads
 from pdctl.topology.model import Dtype, Topology

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from topology.texts import GOOD, edited
 
 from pdctl.errors import TopologyError
-from pdctl.runtime.state import declared_name
+from pdctl.runtime.cluster.state import declared_name
 from pdctl.topology.diagnostics import Diagnostic
 from pdctl.topology.load import load, loads, nearest
 from pdctl.topology.model import Engine, OnFailure, Role, Transport

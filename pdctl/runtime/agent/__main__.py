@@ -23,9 +23,9 @@ from pdctl.runtime.agent.core import Agent
 from pdctl.runtime.agent.orders import Orders
 from pdctl.runtime.agent.outpost import FarHost, forwards_to
 from pdctl.runtime.agent.watchdog import SERVING_FD_ENV
+from pdctl.runtime.cluster.state import ClusterRecord, StateDir, actor_key
 from pdctl.runtime.hosts.local import LocalHost
-from pdctl.runtime.process import ACTOR_KEY_ENV
-from pdctl.runtime.state import ClusterRecord, StateDir, actor_key
+from pdctl.runtime.machine.process import ACTOR_KEY_ENV
 
 log = logging.getLogger("pdctl.agent")
 

@@ -9,7 +9,7 @@ import xoscar
 
 from pdctl.runtime.agent.core import Agent
 from pdctl.runtime.agent.view import decode, encode
-from pdctl.runtime.state import ClusterRecord
+from pdctl.runtime.cluster.state import ClusterRecord
 
 UID = "agent"
 LONG_POLL_S = 25.0

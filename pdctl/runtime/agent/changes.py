@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from pdctl.errors import ClusterError
 from pdctl.runtime.agent.journal import ROUTER
 from pdctl.runtime.agent.lifecycle import SETTLED
-from pdctl.runtime.state import ClusterRecord
+from pdctl.runtime.cluster.state import ClusterRecord
 
 if TYPE_CHECKING:
     from pdctl.runtime.agent.core import Agent

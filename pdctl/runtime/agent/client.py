@@ -15,8 +15,8 @@ from typing import Any, Protocol, cast
 
 from pdctl.errors import AgentLost, HostError
 from pdctl.runtime.agent.view import Snapshot, decode, encode
-from pdctl.runtime.process import ACTOR_KEY_ENV
-from pdctl.runtime.state import ClusterRecord, actor_key
+from pdctl.runtime.cluster.state import ClusterRecord, actor_key
+from pdctl.runtime.machine.process import ACTOR_KEY_ENV
 
 UID = "agent"
 CALL_S = 5.0

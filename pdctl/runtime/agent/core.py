@@ -35,7 +35,7 @@ from pdctl.runtime.agent.outpost import FarHost, Outpost
 from pdctl.runtime.agent.outposts import Outposts
 from pdctl.runtime.agent.supervisor import Supervised
 from pdctl.runtime.agent.view import Snapshot, View
-from pdctl.runtime.state import ClusterRecord
+from pdctl.runtime.cluster.state import ClusterRecord
 from pdctl.topology.plan import ReplicaPlan
 
 log = logging.getLogger("pdctl.agent")

@@ -19,8 +19,8 @@ from pdctl.engines.interface import Command
 from pdctl.engines.registry import spec_for
 from pdctl.runtime.agent.journal import ROUTER
 from pdctl.runtime.agent.supervisor import Order
-from pdctl.runtime.certificate import cluster_certificate
-from pdctl.runtime.state import ClusterRecord, StateDir, handoff_key
+from pdctl.runtime.cluster.certificate import cluster_certificate
+from pdctl.runtime.cluster.state import ClusterRecord, StateDir, handoff_key
 from pdctl.topology.plan import Plan, ReplicaPlan
 
 

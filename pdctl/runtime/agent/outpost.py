@@ -20,14 +20,14 @@ import msgspec
 
 from pdctl.engines.channel import Failed, MemberState
 from pdctl.errors import AgentLost, HostError, PdctlError
-from pdctl.runtime import placement
 from pdctl.runtime.agent.client import AgentCalls, RelayedAgent, Relaying
 from pdctl.runtime.agent.view import HostState, Snapshot
+from pdctl.runtime.cluster import placement
+from pdctl.runtime.cluster.keeper import in_thread
+from pdctl.runtime.cluster.placement import Placement
+from pdctl.runtime.cluster.state import ClusterRecord
 from pdctl.runtime.hosts.interface import RuntimeHost
 from pdctl.runtime.hosts.ssh import Forward
-from pdctl.runtime.keeper import in_thread
-from pdctl.runtime.placement import Placement
-from pdctl.runtime.state import ClusterRecord
 from pdctl.topology.plan import Plan, ReplicaPlan
 
 log = logging.getLogger("pdctl.agent")

@@ -9,7 +9,7 @@ import anyio
 from pdctl.engines.channel import Failed, MemberState
 from pdctl.runtime.agent.outpost import Outpost
 from pdctl.runtime.agent.view import HostState
-from pdctl.runtime.state import ClusterRecord
+from pdctl.runtime.cluster.state import ClusterRecord
 
 
 class Outposts:

@@ -16,7 +16,6 @@ import anyio.abc
 
 from pdctl.engines.channel import Ready
 from pdctl.engines.interface import Command
-from pdctl.runtime import process
 from pdctl.runtime.agent.journal import Entry
 from pdctl.runtime.agent.lifecycle import (
     TABLE,
@@ -28,6 +27,7 @@ from pdctl.runtime.agent.lifecycle import (
     state_limit_s,
 )
 from pdctl.runtime.hosts.interface import Mark
+from pdctl.runtime.machine import process
 from pdctl.trace import monotonic_s
 
 log = logging.getLogger("pdctl.agent")

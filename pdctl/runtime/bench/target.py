@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from pdctl.errors import ClusterError, UsageError
-from pdctl.runtime.state import resolve
+from pdctl.runtime.cluster.state import resolve
 from pdctl.topology.plan import Plan
 
 

@@ -1,1 +1,1 @@
-"""What validation finds out, one file per question; every host is asked through its survey."""
+"""What `validate` and `doctor` find out, one file per question; hosts answer by their survey."""

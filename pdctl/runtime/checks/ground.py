@@ -10,8 +10,8 @@ from typing import TypeVar
 import msgspec
 
 from pdctl.errors import HostError
+from pdctl.runtime.checks.outcome import Watcher
 from pdctl.runtime.hosts.interface import RuntimeHost
-from pdctl.runtime.outcome import Watcher
 from pdctl.topology.diagnostics import Diagnostic
 from pdctl.topology.model import Replica, Topology
 from pdctl.topology.plan import Plan

@@ -12,9 +12,9 @@ from pdctl import __version__
 from pdctl.engines.interface import Command
 from pdctl.errors import HostError
 from pdctl.runtime.checks.ground import Ground
+from pdctl.runtime.checks.probes import release
 from pdctl.runtime.hosts.interface import RuntimeHost
 from pdctl.runtime.hosts.survey import HostFacts
-from pdctl.runtime.probes import release
 from pdctl.topology.diagnostics import Diagnostic, Severity
 from pdctl.topology.model import Host
 from pdctl.topology.sizes import approximate_size

@@ -9,10 +9,10 @@ import msgspec
 
 from pdctl.engines.registry import spec_for
 from pdctl.runtime.checks.ground import Ground
+from pdctl.runtime.checks.outcome import ModelFacts
+from pdctl.runtime.checks.probes import Answer, judge_probe, run_probes
 from pdctl.runtime.hosts.interface import RuntimeHost
 from pdctl.runtime.hosts.survey import CheckpointRead
-from pdctl.runtime.outcome import ModelFacts
-from pdctl.runtime.probes import Answer, judge_probe, run_probes
 from pdctl.topology.checkpoint import check_context
 from pdctl.topology.contract import Contract
 from pdctl.topology.diagnostics import Diagnostic

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from pdctl.runtime.checks.ground import Ground
-from pdctl.runtime.ports import wanted_bindings
+from pdctl.runtime.machine.ports import wanted_bindings
 from pdctl.topology.diagnostics import Diagnostic
 from pdctl.topology.plan import Plan
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from pdctl.engines.registry import spec_for
 from pdctl.runtime.checks.machines import Seen
-from pdctl.runtime.outcome import ModelFacts
+from pdctl.runtime.checks.outcome import ModelFacts
 from pdctl.topology.diagnostics import Diagnostic, Severity
 from pdctl.topology.model import Engine, Role
 from pdctl.topology.plan import Plan, ReplicaPlan

@@ -21,8 +21,8 @@ import msgspec
 import psutil
 
 from pdctl import __version__
-from pdctl.runtime.folders import nearest, state_home
 from pdctl.runtime.hosts.survey import Device, HostFacts
+from pdctl.runtime.machine.folders import nearest, state_home
 
 DEVICES_S = 5.0
 """nvidia-smi hangs where a driver is broken: no device is known then."""

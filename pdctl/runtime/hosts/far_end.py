@@ -173,7 +173,7 @@ class _Agents:
     def ask(self, state_dir: str, method: str, arguments: list[Any], timeout_s: float) -> object:
         """Raises AgentLost where nothing was launched from there, or nobody answers."""
         from pdctl.runtime.agent.client import RELAY_S
-        from pdctl.runtime.state import StateDir
+        from pdctl.runtime.cluster.state import StateDir
 
         try:
             state = StateDir(Path(state_dir))

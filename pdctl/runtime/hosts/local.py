@@ -14,10 +14,10 @@ from pathlib import Path
 
 from pdctl.engines.interface import Command
 from pdctl.errors import HostError
-from pdctl.runtime import process
 from pdctl.runtime.hosts.interface import Completed, Mark, Slice
 from pdctl.runtime.hosts.local_survey import LocalSurvey
 from pdctl.runtime.hosts.survey import Survey
+from pdctl.runtime.machine import process
 
 
 class LocalHost:

@@ -17,8 +17,8 @@ from pdctl.runtime.hosts.survey import (
     HostFacts,
     Listener,
 )
-from pdctl.runtime.listening import listeners
-from pdctl.runtime.ports import check_bindings, failed_bind
+from pdctl.runtime.machine.listening import listeners
+from pdctl.runtime.machine.ports import check_bindings, failed_bind
 from pdctl.topology.checkpoint import Checkpoint, read_checkpoint
 from pdctl.topology.diagnostics import Diagnostic
 from pdctl.topology.digests import DigestCache

@@ -8,8 +8,8 @@ import signal
 import subprocess
 import threading
 
-from pdctl.runtime import process
 from pdctl.runtime.hosts import ssh
+from pdctl.runtime.machine import process
 
 END_S = 1.0
 """For it to end by itself, and once it is killed."""

@@ -10,9 +10,9 @@ from typing import Any
 import anyio
 from runtime.clusters import answering, start_agent, sweep, written
 
-from pdctl.runtime import process
 from pdctl.runtime.agent.client import AgentClient
-from pdctl.runtime.state import ClusterRecord, StateDir
+from pdctl.runtime.cluster.state import ClusterRecord, StateDir
+from pdctl.runtime.machine import process
 
 
 @asynccontextmanager

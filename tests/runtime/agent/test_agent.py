@@ -14,11 +14,11 @@ from runtime.agent.agents import agent
 from runtime.clusters import answering, member, reach, start_agent
 
 from pdctl.errors import AgentLost
-from pdctl.runtime import process
 from pdctl.runtime.agent import journal
 from pdctl.runtime.agent.client import AgentClient
-from pdctl.runtime.process import ACTOR_KEY_ENV
-from pdctl.runtime.state import actor_key
+from pdctl.runtime.cluster.state import actor_key
+from pdctl.runtime.machine import process
+from pdctl.runtime.machine.process import ACTOR_KEY_ENV
 
 pytestmark = pytest.mark.anyio
 

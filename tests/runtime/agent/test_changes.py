@@ -13,9 +13,9 @@ from runtime.agent.agents import agent
 from runtime.clusters import answering, contract, declared, member, reach, start_agent
 
 from pdctl.errors import ClusterError
-from pdctl.runtime import process
 from pdctl.runtime.agent.client import AgentClient
-from pdctl.runtime.state import ClusterRecord, StateDir
+from pdctl.runtime.cluster.state import ClusterRecord, StateDir
+from pdctl.runtime.machine import process
 from pdctl.topology.plan import derive
 
 pytestmark = [pytest.mark.anyio, pytest.mark.engine]

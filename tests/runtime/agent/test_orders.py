@@ -7,11 +7,11 @@ import msgspec
 from runtime.clusters import written
 
 from pdctl.engines.channel import REPLICA_ENV, RUN_ENV, SOCKET_ENV
-from pdctl.runtime import process
 from pdctl.runtime.agent.orders import Orders
-from pdctl.runtime.certificate import cluster_certificate
-from pdctl.runtime.process import ACTOR_KEY_ENV
-from pdctl.runtime.state import ClusterRecord, StateDir, handoff_key
+from pdctl.runtime.cluster.certificate import cluster_certificate
+from pdctl.runtime.cluster.state import ClusterRecord, StateDir, handoff_key
+from pdctl.runtime.machine import process
+from pdctl.runtime.machine.process import ACTOR_KEY_ENV
 
 
 def with_api_key(record: ClusterRecord, state: StateDir) -> ClusterRecord:

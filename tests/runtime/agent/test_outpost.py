@@ -17,10 +17,10 @@ from runtime.nearby import NearbyHost
 
 from pdctl.engines.channel import RUN_ENV, MemberState
 from pdctl.errors import AgentLost
-from pdctl.runtime import process
 from pdctl.runtime.agent import outpost as module
 from pdctl.runtime.agent.outpost import Outpost
-from pdctl.runtime.state import ClusterRecord
+from pdctl.runtime.cluster.state import ClusterRecord
+from pdctl.runtime.machine import process
 from pdctl.topology.model import Host
 
 pytestmark = pytest.mark.anyio

@@ -13,9 +13,9 @@ import pytest
 
 from pdctl.engines.channel import REPLICA_ENV, RUN_ENV
 from pdctl.engines.interface import Command
-from pdctl.runtime import process
 from pdctl.runtime.agent.lifecycle import SETTLED, Event, Limits, State
 from pdctl.runtime.agent.supervisor import Order, Supervised
+from pdctl.runtime.machine import process
 
 pytestmark = pytest.mark.anyio
 

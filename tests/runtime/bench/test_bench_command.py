@@ -19,7 +19,7 @@ from pdctl.cli.bench import bench
 from pdctl.errors import ClusterError, PdctlError, TopologyError, UsageError
 from pdctl.runtime.bench.prompts import PromptSource
 from pdctl.runtime.bench.target import running, tokenizer_directory
-from pdctl.runtime.state import ClusterRecord, StateDir
+from pdctl.runtime.cluster.state import ClusterRecord, StateDir
 from pdctl.topology.contract import Attention, Contract, Positions
 from pdctl.topology.model import Dtype, Host, Model, Role, Topology
 

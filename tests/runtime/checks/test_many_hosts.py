@@ -16,8 +16,8 @@ from tiny import make_checkpoint
 
 from pdctl.errors import HostError
 from pdctl.runtime.checks import links
-from pdctl.runtime.outcome import Silent, Validation
-from pdctl.runtime.validation import validate
+from pdctl.runtime.checks.outcome import Silent, Validation
+from pdctl.runtime.checks.validation import validate
 from pdctl.topology.diagnostics import Severity
 
 GIB = 1 << 30

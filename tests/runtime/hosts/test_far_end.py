@@ -19,9 +19,9 @@ import pytest
 from pdctl import __version__
 from pdctl.engines.channel import RUN_ENV
 from pdctl.engines.interface import Command
-from pdctl.runtime import process
 from pdctl.runtime.hosts import wire
 from pdctl.runtime.hosts.operations import pack
+from pdctl.runtime.machine import process
 
 WITHIN_S = 15.0
 

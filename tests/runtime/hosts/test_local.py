@@ -13,9 +13,9 @@ import pytest
 from pdctl.engines.channel import RUN_ENV
 from pdctl.engines.interface import Command
 from pdctl.errors import HostError
-from pdctl.runtime import process
 from pdctl.runtime.hosts.interface import RuntimeHost
 from pdctl.runtime.hosts.local import LocalHost
+from pdctl.runtime.machine import process
 
 
 @pytest.fixture

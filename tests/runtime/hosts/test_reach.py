@@ -26,10 +26,10 @@ from pdctl import __version__
 from pdctl.engines.channel import RUN_ENV
 from pdctl.engines.interface import Command
 from pdctl.errors import HostError
-from pdctl.runtime import process
 from pdctl.runtime.hosts.local import LocalHost
 from pdctl.runtime.hosts.reach import Hosts
 from pdctl.runtime.hosts.ssh import Forward
+from pdctl.runtime.machine import process
 from pdctl.topology.model import Host
 
 WITHIN_S = 15.0

@@ -1,0 +1,1 @@
+"""What happens to a running cluster: drain, restart, another topology."""

@@ -1,0 +1,1 @@
+"""One launched cluster, seen from outside: its record, keys, lock, logs, and its keeper."""

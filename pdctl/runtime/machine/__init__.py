@@ -1,0 +1,1 @@
+"""This machine: its processes, its ports, where pdctl keeps things on it."""

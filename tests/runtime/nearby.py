@@ -39,6 +39,7 @@ class NearbyHost(LocalHost):
 
     round_trip_s = 0.001
     clock_offset_s = 1.5
+    boot = "one"
 
     def __init__(self, name: str, state_home: Path) -> None:
         super().__init__(name)

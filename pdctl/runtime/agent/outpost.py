@@ -26,7 +26,7 @@ from pdctl.runtime.cluster import placement
 from pdctl.runtime.cluster.keeper import in_thread
 from pdctl.runtime.cluster.placement import Placement
 from pdctl.runtime.cluster.state import ClusterRecord
-from pdctl.runtime.hosts.interface import RuntimeHost
+from pdctl.runtime.hosts.interface import Mark, RuntimeHost
 from pdctl.runtime.hosts.ssh import Forward
 from pdctl.topology.plan import Plan, ReplicaPlan
 
@@ -37,7 +37,7 @@ LONGEST_PAUSE_S = 15.0
 AGENT_S = 30.0
 """From an agent's start there to its first answer."""
 WATCHDOG_S = 10.0
-"""How long an agent that does not answer is left to its own watchdog."""
+"""How long an agent that does not answer is left to its own watchdog, where that may live."""
 LOOK_EVERY_S = 0.2
 SHUTDOWN_S = 45.0
 """For an agent to end all that it supervises, and itself."""
@@ -51,6 +51,12 @@ class FarHost(RuntimeHost, Relaying, Protocol):
 
     @property
     def clock_offset_s(self) -> float | None: ...
+
+    @property
+    def boot(self) -> str | None:
+        """Of that machine, when the connection of this moment was made: another after every
+        reboot."""
+        ...
 
     def forward(self, wanted: tuple[Forward, ...]) -> None:
         """From now on these ports of this machine lead there. HostError: they can't."""
@@ -92,6 +98,10 @@ class Outpost:
         self._restarts = -1
         self._heard_through: threading.Event | None = None
         """`lost` of the connection by which the agent was last heard."""
+        self._heard_boot: str | None = None
+        """The boot of that machine, likewise."""
+        self._watchdog: Mark | None = None
+        """Of the latest agent that was started from here."""
 
     # -- what it shows
 
@@ -181,11 +191,23 @@ class Outpost:
         if self._place is None:
             self._place = await in_thread(placement.placement, self._host, self._record)
         client = RelayedAgent(self.name, self._record.run, self._host, self._place.state)
-        if self._restarts < 0 or not await self._answers(client, WATCHDOG_S):
+        if self._restarts < 0 or not await self._answers_again(client):
             await self._start_agent(client, self._place)
         self._client = client
         self._take(await client.snapshot())
         self._turn("ready", None)
+
+    async def _answers_again(self, client: RelayedAgent) -> bool:
+        """Whether it answers, be it after its watchdog had the time to start it anew."""
+        if await self._answers(client, 0.0):
+            return True
+        return await self._is_watched() and await self._answers(client, WATCHDOG_S)
+
+    async def _is_watched(self) -> bool:
+        """Whether its watchdog may still live: nothing outlives its machine's boot."""
+        if self._host.boot != self._heard_boot:
+            return False
+        return self._watchdog is None or await in_thread(self._host.alive, self._watchdog)
 
     async def _start_agent(self, client: RelayedAgent, place: Placement) -> None:
         """At first, and where the watchdog there has gone too (a reboot, say)."""
@@ -198,7 +220,7 @@ class Outpost:
         )
         declared = self._record.topology.hosts[self.name]
         log.info("host=%s starting its agent", self.name)
-        await in_thread(
+        self._watchdog = await in_thread(
             partial(
                 placement.start_agent,
                 self._host,
@@ -234,7 +256,7 @@ class Outpost:
             self._take(snapshot)
 
     def _take(self, snapshot: Snapshot) -> None:
-        self._heard_through = self._host.lost
+        self._heard_through, self._heard_boot = self._host.lost, self._host.boot
         self._heard = {member.name: member for member in snapshot.members}
         self.failures = snapshot.failures
         self._changed()

@@ -85,6 +85,12 @@ class Connection:
         return self._out.closed
 
     @property
+    def boot(self) -> str | None:
+        """Of the machine there; None before its first word."""
+        heard = self._hello.done() and self._hello.exception() is None
+        return self._hello.result().boot if heard else None
+
+    @property
     def round_trip_s(self) -> float | None:
         """The shortest of the latest pings; None before the first."""
         best = self._trips.best

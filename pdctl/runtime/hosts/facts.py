@@ -7,7 +7,6 @@ so that another interpreter of the same machine can be asked what it is.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import platform
 import shutil
@@ -15,13 +14,13 @@ import subprocess
 import sys
 import time
 from importlib import metadata
-from pathlib import Path
 
 import msgspec
 import psutil
 
 from pdctl import __version__
 from pdctl.runtime.hosts.survey import Device, HostFacts
+from pdctl.runtime.machine.boot import boot_id
 from pdctl.runtime.machine.folders import nearest, state_home
 
 DEVICES_S = 5.0
@@ -57,23 +56,6 @@ def _version_of(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def boot_id() -> str:
-    """The kernel's own id of this boot; on macOS its session's, else the boot's second."""
-    with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        asked = subprocess.run(
-            ("sysctl", "-n", "kern.bootsessionuuid"),
-            capture_output=True,
-            text=True,
-            timeout=DEVICES_S,
-            check=True,
-        )
-        if asked.stdout.strip():
-            return asked.stdout.strip()
-    return f"{psutil.boot_time():.0f}"
 
 
 def nvidia_devices() -> tuple[Device, ...]:

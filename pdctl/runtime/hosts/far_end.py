@@ -31,6 +31,7 @@ from pdctl.runtime.hosts.interface import Mark
 from pdctl.runtime.hosts.local import LocalHost
 from pdctl.runtime.hosts.operations import OPERATIONS, failure, pack, unpack
 from pdctl.runtime.hosts.survey import HostFacts
+from pdctl.runtime.machine.boot import boot_id
 from pdctl.topology.checkpoint import Checkpoint
 from pdctl.topology.fingerprint import Fingerprint
 from pdctl.topology.model import Host
@@ -57,7 +58,7 @@ class FarEnd:
             pdctl_version=__version__,
             python_version=platform.python_version(),
             uid=os.getuid(),
-            boot=_boot(),
+            boot=boot_id(),
         )
         self._out = wire.Outgoing(outgoing, first=wire.MAGIC + wire.encode(hello))
         self._spawned: set[int] = set()
@@ -217,13 +218,6 @@ def _route(declared: Host) -> HostFacts:
 
     with Hosts({declared.name: declared}) as hosts:
         return hosts.far(declared.name).survey.facts()
-
-
-def _boot() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return f"{psutil.boot_time():.0f}"
 
 
 def _own_pipes() -> tuple[int, int]:

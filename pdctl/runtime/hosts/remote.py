@@ -71,6 +71,11 @@ class RemoteHost:
         return None if self._latest is None else self._latest.lost
 
     @property
+    def boot(self) -> str | None:
+        """Of that machine, when the connection of this moment was made; None before the first."""
+        return None if self._latest is None else self._latest.boot
+
+    @property
     def round_trip_s(self) -> float | None:
         return None if self._latest is None else self._latest.round_trip_s
 

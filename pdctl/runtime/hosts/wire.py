@@ -53,7 +53,7 @@ class Hello(Message, frozen=True, kw_only=True):
     python_version: str
     uid: int
     boot: str
-    """The kernel's boot id; empty where it has none."""
+    """As `machine.boot` tells it: another after every reboot."""
 
 
 class Part(Message, frozen=True, kw_only=True):

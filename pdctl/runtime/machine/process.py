@@ -21,6 +21,7 @@ import psutil
 from pdctl.engines.channel import REPLICA_ENV, RUN_ENV
 from pdctl.engines.interface import Command
 from pdctl.runtime.hosts.interface import Mark
+from pdctl.runtime.machine.boot import boot_id
 
 ACTOR_KEY_ENV = "XOSCAR_AUTH_KEY"
 """Where the actor system reads its key, at every frame. Whoever has it can have an agent run
@@ -49,8 +50,7 @@ def _linux_birth(pid: int) -> str | None:
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
     if fields[0] in "ZX":
         return None
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
-    return f"{boot}-{fields[19]}"
+    return f"{boot_id()[:8]}-{fields[19]}"
 
 
 def is_alive(mark: Mark) -> bool:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import anyio
 import msgspec
+import psutil
 import pytest
 from runtime.clusters import sweep, until, written
 from runtime.nearby import NearbyHost
@@ -63,7 +64,16 @@ def on_far(record: ClusterRecord, python: str) -> ClusterRecord:
 
 
 @asynccontextmanager
-async def held(folder: Path) -> AsyncIterator[Held]:
+async def running(outpost: Outpost) -> AsyncIterator[None]:
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(outpost.run)
+        yield
+        tasks.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def held(folder: Path, *, found: bool = False) -> AsyncIterator[Held]:
+    """With `found`, the agent there was started by an earlier keeper."""
     with written(folder) as (state, local):
         record = on_far(local, local.topology.hosts["local"].python or "")
         host = NearbyHost("far", folder / "far")
@@ -73,12 +83,16 @@ async def held(folder: Path) -> AsyncIterator[Held]:
             changed.append(anyio.Event())
             changed[-2].set()
 
-        outpost = Outpost(host, record, key=state.read_key(), changed=notify)
+        *earlier, last = (
+            Held(Outpost(host, record, key=state.read_key(), changed=notify), host, record, changed)
+            for _ in range(2 if found else 1)
+        )
         try:
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(outpost.run)
-                yield Held(outpost, host, record, changed)
-                tasks.cancel_scope.cancel()
+            for one in earlier:
+                async with running(one.outpost):
+                    await one.until("ready")
+            async with running(last.outpost):
+                yield last
         finally:
             host.close()
             sweep(record)
@@ -121,8 +135,8 @@ async def test_a_cut_connection_hides_its_replicas_until_it_is_back(tmp_path: Pa
 async def test_an_agent_that_vanished_with_its_watchdog_is_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """U35: what still runs there is taken over; meanwhile requests reach it as before."""
-    monkeypatch.setattr(module, "WATCHDOG_S", 0.1)
+    """U35: at once; what still runs there is taken over, and requests reach it meanwhile."""
+    monkeypatch.setattr(module, "WATCHDOG_S", 3600.0)
     async with held(tmp_path) as far:
         await far.until("ready")
         await far.outpost.client.start("p0")
@@ -139,3 +153,35 @@ async def test_an_agent_that_vanished_with_its_watchdog_is_started_again(
         await far.outpost.shut_down()
         await until("nothing is left", lambda: process.marked(far.record.run) == [])
     assert RUN_ENV not in os.environ
+
+
+async def test_after_another_boot_no_watchdog_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """U35: not even by a keeper that started neither of them and knows no process of theirs."""
+    monkeypatch.setattr(module, "WATCHDOG_S", 3600.0)
+    async with held(tmp_path, found=True) as far:
+        await far.until("ready")
+        assert far.outpost.state().agent_restarts == 0
+        for mark in process.marked(far.record.run):
+            os.kill(mark.pid, signal.SIGKILL)
+        far.host.boot = "two"
+        await far.until("unreachable", "starting")
+        await far.until("ready")
+        assert far.outpost.state().agent_restarts == 1
+        await far.outpost.shut_down()
+        await until("nothing is left", lambda: process.marked(far.record.run) == [])
+
+
+async def test_without_another_boot_an_agent_is_left_to_its_watchdog(tmp_path: Path) -> None:
+    """Which starts it again, and is not started a second time."""
+    async with held(tmp_path, found=True) as far:
+        await far.until("ready")
+        by_parent = {psutil.Process(m.pid).ppid(): m for m in process.marked(far.record.run)}
+        watchdog, agent = (by_parent[pid] for pid in (os.getpid(), by_parent[os.getpid()].pid))
+        os.kill(agent.pid, signal.SIGKILL)
+        await far.until("unreachable")
+        await far.until("ready")
+        assert far.outpost.state().agent_restarts == 0
+        assert process.is_alive(watchdog)
+        await far.outpost.shut_down()

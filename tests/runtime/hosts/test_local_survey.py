@@ -23,6 +23,7 @@ from pdctl.runtime.hosts import facts, trial
 from pdctl.runtime.hosts.local import LocalHost
 from pdctl.runtime.hosts.local_survey import LocalSurvey
 from pdctl.runtime.hosts.survey import Binding, HostFacts, Survey
+from pdctl.runtime.machine.boot import boot_id
 from pdctl.topology.digests import DigestCache
 from pdctl.topology.fingerprint import FingerprintError
 
@@ -75,7 +76,7 @@ def test_another_interpreter_prints_the_same_facts() -> None:
         timeout=60,
     )
     found = msgspec.json.decode(raw.stdout, type=HostFacts)
-    assert found.boot == facts.boot_id()
+    assert found.boot == boot_id()
 
 
 def nvidia_smi(folder: Path, script: str) -> None:

@@ -32,6 +32,7 @@ from pdctl.runtime.hosts.remote import RemoteHost
 from pdctl.runtime.hosts.ssh import Forward
 from pdctl.runtime.hosts.survey import Binding, Survey
 from pdctl.runtime.hosts.ways import Ways
+from pdctl.runtime.machine.boot import boot_id
 from pdctl.topology.fingerprint import FingerprintError
 from pdctl.topology.model import Host
 
@@ -77,9 +78,10 @@ def test_every_method_of_a_host_and_its_survey_has_an_operation() -> None:
 
 
 def test_a_connection_is_made_at_first_use_and_measured() -> None:
-    """Nothing runs before; then the way and the difference of clocks are known."""
+    """Nothing runs before; then the way, the difference of clocks and the boot are known."""
     far = remote()
     assert not far.connected
+    assert far.boot is None
     assert far.round_trip_s is None
     assert far.read("/no-such-file") is None
     assert far.connected
@@ -87,6 +89,7 @@ def test_a_connection_is_made_at_first_use_and_measured() -> None:
     assert 0 < far.round_trip_s < 5
     assert far.clock_offset_s is not None
     assert abs(far.clock_offset_s) < 5
+    assert far.boot == boot_id()
     far.close()
 
 

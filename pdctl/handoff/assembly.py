@@ -1,4 +1,4 @@
-"""What a receiver has granted, and the only order in which it may arrive."""
+"""What a receiver has granted, and the orders in which it may arrive."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from pdctl.handoff.wire import End, Header
 
 
 class Assembly:
-    """Pages in ascending order, each one's layers too, each exactly once (R28).
+    """Each layer of each page exactly once, in the order of a staircase (R28): a page's layers
+    ascend without gaps, and no page has more layers than the page before it. Page by page and
+    layer by layer both obey it, and so does what lies between.
 
     Raises:
         HandoffError: the engine wants positions that were not offered.
@@ -23,33 +25,43 @@ class Assembly:
             )
         self._layers = geometry.layers
         self._first_token = want.first_token
-        first = want.held_tokens // geometry.page_tokens
-        self._end = max(first, geometry.pages_for(want.tokens))
-        self.pages = self._end - first
+        self._first = want.held_tokens // geometry.page_tokens
+        self.pages = geometry.pages_for(want.tokens) - self._first
         """How many are to come."""
-        self._page = first
-        self._layer = 0
+        self._came = [0] * self.pages
+        """Layers of each."""
 
     def take(self, header: Header) -> None:
-        """The next piece is this one; raises ProtocolViolation where it is another."""
-        expected = (self._page, self._layer)
-        if self._page >= self._end or (header.page, header.first_layer) != expected:
-            raise ProtocolViolation(
-                f"page {header.page} from layer {header.first_layer} came, "
-                f"page {self._page} from layer {self._layer} was due"
-            )
-        self._layer += header.layers
-        if self._layer == self._layers:
-            self._page, self._layer = self._page + 1, 0
+        """This piece is one that may come next; raises ProtocolViolation where it is not."""
+        at = header.page - self._first
+        if not 0 <= at < self.pages or header.first_layer != self._came[at]:
+            raise self._out_of_order(header)
+        after = header.first_layer + header.layers
+        if after > (self._came[at - 1] if at else self._layers):
+            raise self._out_of_order(header)
+        self._came[at] = after
 
     def complete(self, end: End) -> int | None:
         """The first token where it was wanted; raises ProtocolViolation where any page or the
         token is missing."""
-        if self._page != self._end or self._layer or end.pages != self.pages:
+        # the last page has no more layers than any other
+        whole = not self._came or self._came[-1] == self._layers
+        if not whole or end.pages != self.pages:
             raise ProtocolViolation(
-                f"the end came at page {self._page}, {self._end} were due "
+                f"the end came while {self._due()}; {self.pages} pages were to come "
                 f"and {end.pages} were said to be sent"
             )
         if (end.first_token is not None) != self._first_token:
             raise ProtocolViolation("the first token was wanted and missing, or the reverse")
         return end.first_token
+
+    def _out_of_order(self, header: Header) -> ProtocolViolation:
+        return ProtocolViolation(
+            f"page {header.page} from layer {header.first_layer} came, {self._due()}"
+        )
+
+    def _due(self) -> str:
+        for at, came in enumerate(self._came):
+            if came < self._layers:
+                return f"page {self._first + at} from layer {came} was due"
+        return f"page {self._first + self.pages} from layer 0 was due"

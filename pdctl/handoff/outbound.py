@@ -99,23 +99,27 @@ class Outbound(EndsOnce):
                 raise self.error or HandoffCancelled(f"room {self.room} holds no pages")
             return self._pages
 
-    def written(self, tokens: int, computed_at: float | None = None) -> None:
-        """Positions [0, tokens) stand in `pages()`. A number below an earlier one, as after a
-        preemption, changes nothing.
+    def written(
+        self, tokens: int, computed_at: float | None = None, *, layers: int | None = None
+    ) -> None:
+        """Positions [0, tokens) of layers [0, layers) stand in `pages()`. A number below an
+        earlier one, as after a preemption, changes nothing.
 
         Args:
             computed_at: when their forward pass ended, on the sender's clock; None: now. What
                 lies between that and Done is the transfer phase.
+            layers: None where it is all of them.
 
         Raises:
-            ValueError: more positions than the prompt has.
+            ValueError: more positions than the prompt has, or more layers than a page.
         """
         if tokens > self.tokens:
             raise ValueError(f"{tokens} positions written, the prompt has {self.tokens}")
+        if layers is not None and layers > self._geometry.layers:
+            raise ValueError(f"{layers} layers written, a page has {self._geometry.layers}")
         with self._changed:
-            if tokens <= self._schedule.written or self.over:
+            if self.over or not self._schedule.write(tokens, layers):
                 return
-            self._schedule.written = tokens
             self._computed_at = self._clock() if computed_at is None else computed_at
             self._progress()
 
@@ -123,8 +127,8 @@ class Outbound(EndsOnce):
         """Whether the position of the prompt's last token is to be written at all.
 
         False where the receiver is known not to want it, or the handoff is over. True holds
-        the tail page back until `written(tokens)` or `finish`. Once per prompt, before the
-        position is written into `pages()`.
+        each layer of the tail page back until `written(tokens)` of that layer, or `finish`.
+        Once per prompt, before the position is written into `pages()`.
         """
         with self._changed:
             if self.over or not self._schedule.wants_last:
@@ -152,7 +156,7 @@ class Outbound(EndsOnce):
 
     @property
     def positions(self) -> int:
-        """Positions written so far."""
+        """Positions written so far, of every layer."""
         return self._schedule.written
 
     def admit(self, awaited_by: Peer | None, decode: str) -> None:
@@ -226,12 +230,11 @@ class Outbound(EndsOnce):
                     return step
                 self._changed.wait()
 
-    def page_bytes(self, page: int) -> memoryview:
-        """A page as bytes, where it lies."""
-        pages = self.pages()
-        size = self._geometry.page_bytes
-        flat = pages.reshape(-1).view(np.uint8)
-        return flat[page * size : (page + 1) * size].data
+    def part_bytes(self, part: PagePart) -> memoryview:
+        """Those layers of a page as bytes, where they lie."""
+        pages, size = self.pages(), self._geometry.layer_bytes
+        start = part.page * self._geometry.page_bytes + part.first_layer * size
+        return pages.reshape(-1).view(np.uint8)[start : start + part.layers * size].data
 
     # -- inside --------------------------------------------------------------------------
 
@@ -261,5 +264,6 @@ class Outbound(EndsOnce):
         elif step is not None:
             self._machine.on(Event.PAGES)
             if self._pages is not None:
-                self._pages[step.page, :, :, step.slots :] = 0
+                last = step.first_layer + step.layers
+                self._pages[step.page, step.first_layer : last, :, step.slots :] = 0
         return step

@@ -1,6 +1,20 @@
-"""Which page of a prompt can leave, and when: the sender's decisions, without I/O or locks."""
+"""Which layers of which page can leave, and when: the sender's decisions, without I/O or locks.
+
+Pages are sent over and over, each time with the layers that have landed since:
+
+    page       0        1        2
+    layer 0    first    second   third
+    layer 1    fourth   fifth    sixth   …
+
+A page that has several layers to send sends them together, up to `PIECE_BYTES`; one that has
+all of them sends all of them before the next page has its turn.
+"""
 
 from __future__ import annotations
+
+import operator
+from bisect import bisect_right
+from collections.abc import Iterator
 
 import msgspec
 
@@ -8,11 +22,16 @@ from pdctl.errors import ProtocolViolation
 from pdctl.handoff.page import PageGeometry
 from pdctl.handoff.wire import End, Grant
 
+PIECE_BYTES = 512 << 10
+"""Small enough that the kernel copies from the cache what was just hashed (bench/data_plane.py)."""
+
 
 class PagePart(msgspec.Struct, frozen=True):
-    """Send this page now, in pieces of whole layers."""
+    """Send these layers of this page now, as one piece."""
 
     page: int
+    first_layer: int
+    layers: int
     slots: int
     """How many of its first slots were granted; those past them are to be zero (R30)."""
 
@@ -23,14 +42,29 @@ class Schedule:
     def __init__(self, geometry: PageGeometry, tokens: int) -> None:
         self._geometry = geometry
         self._tokens = tokens
-        self.written = 0
-        """Positions [0, written) stand in the pages."""
+        self._piece_layers = max(1, PIECE_BYTES // geometry.layer_bytes)
+        self._written = [0] * geometry.layers
+        """Per layer: positions [0, n) stand in the pages. Never more than of the one before."""
         self.last_begun = False
-        """The last position is being written: its page is held back until it is."""
+        """The last position is being written: each layer of its page is held back until it is."""
         self.finished = False
         self.first_token: int | None = None
         self.grant: Grant | None = None
-        self._first = self._next = self._end = 0
+        self._first = 0
+        self._sent: list[int] = []
+        """Per granted page: layers sent. Never more than of the page before."""
+        self._turn = 0
+        """The page, counted from the first granted one, that sends as long as it can."""
+
+    def write(self, tokens: int, layers: int | None = None) -> bool:
+        """Positions [0, tokens) of layers [0, layers), by default of all, stand in the pages;
+        False where that is nothing new."""
+        stop = self._geometry.layers if layers is None else layers
+        start = self._layers_with(tokens)
+        if start >= stop:
+            return False
+        self._written[start:stop] = [tokens] * (stop - start)
+        return True
 
     def granted(self, grant: Grant) -> None:
         """Raises ProtocolViolation where it asks for what was not offered."""
@@ -40,8 +74,13 @@ class Schedule:
                 f"granted positions {grant.held_tokens} to {grant.tokens} of {self._tokens}"
             )
         self.grant = grant
-        self._first = self._next = grant.held_tokens // self._geometry.page_tokens
-        self._end = max(self._first, self._geometry.pages_for(grant.tokens))
+        self._first = grant.held_tokens // self._geometry.page_tokens
+        self._sent = [0] * (self._geometry.pages_for(grant.tokens) - self._first)
+
+    @property
+    def written(self) -> int:
+        """Positions [0, written) of every layer stand in the pages."""
+        return self._written[-1]
 
     @property
     def needed(self) -> bool:
@@ -57,26 +96,48 @@ class Schedule:
         """What to send next; None while it is not computed yet. Moves on by what it returns."""
         if self.grant is None:
             return None
-        if self._next < self._end:
-            return self._page(self.grant)
+        if self._sent and self._sent[-1] < self._geometry.layers:
+            return self._part(self.grant)
         # also where nothing was wanted: the engine may still be writing, and Done frees the pages
         if not self.needed or self._being_written:
             return None
         if self.grant.first_token and not self.finished:
             return None
         token = self.first_token if self.grant.first_token else None
-        return End(pages=self._end - self._first, first_token=token)
+        return End(pages=len(self._sent), first_token=token)
 
     @property
     def _being_written(self) -> bool:
         return self.last_begun and not self.finished and self.written < self._tokens
 
-    def _page(self, grant: Grant) -> PagePart | None:
+    def _part(self, grant: Grant) -> PagePart | None:
         size = self._geometry.page_tokens
-        stop = (self._next + 1) * size
-        if self.written < min(stop, grant.tokens):
-            return None
-        if self._being_written and stop >= self._tokens:
-            return None
-        self._next += 1
-        return PagePart(self._next - 1, min(size, grant.tokens + size - stop))
+        for at in self._turns(grant):
+            sent, stop = self._sent[at], (self._first + at + 1) * size
+            layers = min(self._ready(at, stop, grant) - sent, self._piece_layers)
+            if layers > 0:
+                self._turn, self._sent[at] = at, sent + layers
+                slots = min(size, grant.tokens + size - stop)
+                return PagePart(self._first + at, sent, layers, slots)
+        return None
+
+    def _turns(self, grant: Grant) -> Iterator[int]:
+        """Pages that are begun, but not sent whole, from the one whose turn it is."""
+        ahead = self._written[0]
+        stop = len(self._sent)
+        if ahead < grant.tokens:
+            stop = min(stop, ahead // self._geometry.page_tokens - self._first)
+        start = bisect_right(self._sent, -self._geometry.layers, key=operator.neg)
+        turn = max(start, self._turn)
+        yield from range(turn, stop)
+        yield from range(start, min(turn, stop))
+
+    def _ready(self, at: int, stop: int, grant: Grant) -> int:
+        """Layers of a page, which ends before position `stop`, that may have been sent."""
+        held_back = self._being_written and stop >= self._tokens
+        written = self._layers_with(self._tokens if held_back else min(stop, grant.tokens))
+        return min(written, self._sent[at - 1]) if at else written
+
+    def _layers_with(self, tokens: int) -> int:
+        """How many layers have positions [0, tokens) written."""
+        return bisect_right(self._written, -tokens, key=operator.neg)

@@ -35,8 +35,6 @@ IDLE_S = 60.0
 HANDSHAKE_S = 5.0
 GRACE_S = 1.0
 """What an ended handoff's last piece and Abort may take before the connection is cut."""
-PIECE_BYTES = 512 << 10
-"""Small enough that the kernel copies from the cache what was just hashed (bench/data_plane.py)."""
 
 
 class Terms(msgspec.Struct, frozen=True):
@@ -273,7 +271,7 @@ class Serving:
                 self._finish(outbound, step)
                 return
             if isinstance(step, PagePart):
-                self._send_page(outbound, step.page)
+                self._send_part(outbound, step)
             else:
                 self._link.send(step, outbound.room)
 
@@ -283,17 +281,10 @@ class Serving:
             self._link.send(_abort(step.tell), outbound.room)
             self.unblock()
 
-    def _send_page(self, outbound: Outbound, page: int) -> None:
-        geometry = self._link.geometry
-        layers = max(1, PIECE_BYTES // geometry.layer_bytes)
-        view = outbound.page_bytes(page)
-        for first in range(0, geometry.layers, layers):
-            start, stop = first * geometry.layer_bytes, (first + layers) * geometry.layer_bytes
-            if outbound.over:
-                return
-            piece = view[start:stop]
-            self._link.send_piece(outbound.room, page, first, piece)
-            outbound.sent_bytes += piece.nbytes
+    def _send_part(self, outbound: Outbound, part: PagePart) -> None:
+        piece = outbound.part_bytes(part)
+        self._link.send_piece(outbound.room, part.page, part.first_layer, piece)
+        outbound.sent_bytes += piece.nbytes
 
 
 def _abort(error: HandoffError) -> wire.Abort:

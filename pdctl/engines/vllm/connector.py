@@ -70,6 +70,11 @@ class PdctlConnector(KVConnectorBase_V1):  # type: ignore[misc]
             http_port = int(transfer.get_from_extra_config("http_port", 0))
             self._session = Session(os.environ, http_port)
 
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """True where pages leave per layer: whole CUDA graphs replay no `save_kv_layer`."""
+        return Role(extra_config.get("role", "both")) is Role.PREFILL
+
     @property
     def requires_kv_delivery(self) -> bool:
         """False: pages are copied out of the blocks within the step that filled them."""
@@ -97,7 +102,8 @@ class PdctlConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **_: Any) -> None:
-        return
+        if self._worker is not None:
+            self._worker.saved(layer_name)
 
     def wait_for_save(self) -> None:
         if self._worker is not None:

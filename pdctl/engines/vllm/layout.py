@@ -7,17 +7,16 @@ transposed, `[head_dim, block]`, then V, `[block, head_dim]`. AMX packs bfloat16
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from pdctl.handoff.page import PageGeometry
+from pdctl.engines.vllm.interface import Span
+from pdctl.handoff.page import PageGeometry, Patterns
 from pdctl.topology.model import Dtype
-
-Patterns = NDArray[np.uint16]
 
 PAGE_DTYPES = {Dtype.FLOAT16: torch.float16, Dtype.BFLOAT16: torch.bfloat16}
 
@@ -42,16 +41,25 @@ def cpu_isa(dtype: torch.dtype, block_size: int, head_dim: int) -> str:
     return isa
 
 
-class CpuBlocks:
-    """One engine's registered KV memory on a CPU. Layers are in the model's order.
+@dataclass(frozen=True)
+class _Copy:
+    """Where one span's tokens lie in whole blocks, and where they go, whatever the layer."""
 
-    `read` and `write` may run on different threads for different blocks; vLLM never gives a
-    block to another request while either is under way.
-    """
+    blocks: torch.Tensor
+    part: slice
+    page: torch.Tensor
+    slot: torch.Tensor
+    pages: torch.Tensor
+
+
+class CpuBlocks:
+    """One engine's registered KV memory on a CPU (`interface.Blocks`)."""
 
     def __init__(self, caches: Mapping[str, torch.Tensor], pages: PageGeometry) -> None:
         """Raises ValueError where the memory is not laid out as the module says."""
-        self.layers = [caches[name] for name in in_order(caches)]
+        self.names = in_order(caches)
+        self.layers = [caches[name] for name in self.names]
+        self._copies: list[_Copy] = []
         self._pages = pages
         self._dtype = PAGE_DTYPES[Dtype(pages.dtype)]
         first = self.layers[0]
@@ -64,33 +72,24 @@ class CpuBlocks:
         self._isa = cpu_isa(first.dtype, self.block_tokens, pages.head_dim)
         self._check_packing()
 
-    def read(self, blocks: Sequence[int], start: int, stop: int, into: Patterns) -> None:
-        """Copies positions [start, stop) of a sequence into its pages.
+    def begin_step(self, spans: Sequence[Span]) -> None:
+        self._copies = [self._copy(span) for span in spans]
 
-        Args:
-            blocks: the sequence's blocks, from position 0 on.
-            into: `[pages, layers, 2, page_tokens, kv_heads, head_dim]`.
-        """
-        size, pages = self.block_tokens, self._pages
-        first = start // size
-        index = torch.tensor(blocks[first : -(-stop // size)])
-        at = torch.arange(start, stop)
-        page, slot = at // pages.page_tokens, at % pages.page_tokens
-        target = torch.from_numpy(into.view(np.int16)).view(self._dtype)
-        skip = start - first * size
-        for layer, memory in enumerate(self.layers):
-            keys, values = self._tokens(memory[index])
-            target[page, layer, 0, slot] = keys[skip : skip + len(at)].to(self._dtype)
-            target[page, layer, 1, slot] = values[skip : skip + len(at)].to(self._dtype)
+    def gather(self, layer: int, landed: Callable[[], None]) -> None:
+        for copy in self._copies:
+            for half, tokens in enumerate(self._tokens(self.layers[layer][copy.blocks])):
+                copy.pages[copy.page, layer, half, copy.slot] = tokens[copy.part].to(self._dtype)
+        if layer == len(self.layers) - 1:
+            # the pages are their handoffs' alone again
+            self._copies = []
+        landed()
+
+    def flush(self) -> None:
+        """Nothing is under way once `write` has returned."""
 
     def write(
         self, blocks: Sequence[int], start: int, stop: int, first_layer: int, piece: Patterns
     ) -> None:
-        """Places positions [start, stop), which lie in one page, of some layers.
-
-        Args:
-            piece: `[layers, 2, page_tokens, kv_heads, head_dim]`, that page's.
-        """
         from vllm import _custom_ops as ops
 
         at = torch.arange(start, stop)
@@ -109,6 +108,19 @@ class CpuBlocks:
                 v_scale=1.0,
                 kv_cache_dtype="auto",
             )
+
+    def _copy(self, span: Span) -> _Copy:
+        size = self.block_tokens
+        first = span.start // size
+        at = torch.arange(span.start, span.stop)
+        skip = span.start - first * size
+        return _Copy(
+            blocks=torch.tensor(span.blocks[first : -(-span.stop // size)]),
+            part=slice(skip, skip + len(at)),
+            page=at // self._pages.page_tokens,
+            slot=at % self._pages.page_tokens,
+            pages=torch.from_numpy(span.pages.view(np.int16)).view(self._dtype),
+        )
 
     def _tokens(self, memory: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V `[blocks * block, kv_heads, head_dim]` of whole blocks."""
@@ -135,7 +147,9 @@ class CpuBlocks:
             stop = min(start + pages.page_tokens, 2 * size)
             scratch.write([1, 0], start, stop, 0, sent[page])
         found = np.zeros_like(sent)
-        scratch.read([1, 0], 0, 2 * size, found)
+        scratch.begin_step([Span([1, 0], 0, 2 * size, found)])
+        for layer in range(pages.layers):
+            scratch.gather(layer, landed=lambda: None)
         spare = count * pages.page_tokens - 2 * size
         if spare:
             sent[-1, :, :, pages.page_tokens - spare :] = 0

@@ -1,7 +1,7 @@
 """The two ends of one request's handoff, beside vLLM's blocks.
 
 Threads: vLLM's worker thread runs the steps; the handoff's own threads call the sink and the
-outbound's callbacks. Nothing here blocks the worker thread but the copies out of its blocks.
+outbound's callbacks. Nothing here blocks the worker thread.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from pdctl.engines.interface import Leg
+from pdctl.engines.vllm.interface import Blocks, Span
 from pdctl.errors import HandoffCancelled, HandoffError, HandoffExpired
 from pdctl.handoff.page import Patterns
 from pdctl.handoff.receiver import Inbound, Receiver
@@ -21,16 +22,6 @@ from pdctl.topology.model import PAGE_TOKENS
 from pdctl.trace import monotonic_s
 
 log = logging.getLogger("pdctl.engines.vllm")
-
-
-class Blocks(Protocol):
-    """The engine's KV memory (`layout.py`)."""
-
-    def read(self, blocks: Sequence[int], start: int, stop: int, into: Patterns) -> None: ...
-
-    def write(
-        self, blocks: Sequence[int], start: int, stop: int, first_layer: int, piece: Patterns
-    ) -> None: ...
 
 
 class Desk(Protocol):
@@ -53,12 +44,11 @@ class Desk(Protocol):
 
 
 class PrefillLeg:
-    """Sends a prompt's positions after each step that computed some."""
+    """Sends a prompt's positions, layer by layer, out of each step that computes some."""
 
-    def __init__(self, request_id: str, desk: Desk, blocks: Blocks, tokens: int) -> None:
+    def __init__(self, request_id: str, desk: Desk, tokens: int) -> None:
         self._request_id = request_id
         self._desk = desk
-        self._blocks = blocks
         self._tokens = tokens
         self._outbound: Outbound | None = None
         self._reserved_at: float | None = None
@@ -71,28 +61,34 @@ class PrefillLeg:
             leg, token_ids, on_reserved=self._on_reserved, on_settled=self._on_settled
         )
 
-    def computed(self, blocks: Sequence[int], positions: int) -> None:
-        """Worker thread, after the forward: `positions` of the prompt stand in `blocks`."""
+    def span(self, blocks: Sequence[int], positions: int) -> Span | None:
+        """Worker thread, before a forward after which `positions` of the prompt stand in
+        `blocks`: those that are not in the pages yet, or None."""
         outbound = self._outbound
         if outbound is None or positions <= self._held:
-            return
-        computed_at = monotonic_s()
-        if self._held < positions == self._tokens and self._reserved_at is not None:
-            self._desk.observe("prefill", computed_at - self._reserved_at)
+            return None
+        ends = positions == self._tokens
+        stop = positions - 1 if ends and not outbound.begin_last() else positions
         try:
-            self._copy(outbound, blocks, min(positions, self._tokens - 1), computed_at)
-            if positions == self._tokens and outbound.begin_last():
-                self._copy(outbound, blocks, positions, computed_at)
+            return Span(blocks, self._held, stop, outbound.pages()) if stop > self._held else None
         except HandoffError as error:
             log.debug("room=%s nothing more is exported: %s", outbound.room, error)
+            return None
 
-    def _copy(
-        self, outbound: Outbound, blocks: Sequence[int], stop: int, computed_at: float
-    ) -> None:
-        if stop > self._held:
-            self._blocks.read(blocks, self._held, stop, outbound.pages())
-            self._held = stop
-        outbound.written(stop, computed_at)
+    def landed(self, span: Span, layers: int) -> None:
+        """Any thread: the span stands in the pages, of the first `layers` layers."""
+        if self._outbound is not None:
+            self._outbound.written(span.stop, layers=layers)
+
+    def taken(self, span: Span) -> None:
+        """Worker thread, after the forward: every layer of the span is copied, or soon will."""
+        self._held = span.stop
+
+    def computed(self, positions: int) -> None:
+        """Worker thread, after the forward."""
+        if positions == self._tokens and self._reserved_at is not None:
+            self._desk.observe("prefill", monotonic_s() - self._reserved_at)
+            self._reserved_at = None
 
     def finish(self, first_token: int | None) -> None:
         """Worker thread: the request has ended in the engine."""
@@ -178,6 +174,7 @@ class DecodeLeg:
             self._memory.write(self._blocks, start, stop, first_layer, piece)
 
     def commit(self, first_token: int | None) -> None:
+        self._memory.flush()
         with self._lock:
             self._over = True
         self.committed_at = monotonic_s()
@@ -188,7 +185,10 @@ class DecodeLeg:
         with self._lock:
             self._over = True
             placed, private = self._placed, self._private
-        if private:
-            self._desk.loaded(self._request_id, private)
-        elif not placed:
-            self._desk.failed(self._request_id)
+        try:
+            self._memory.flush()
+        finally:
+            if private:
+                self._desk.loaded(self._request_id, private)
+            elif not placed:
+                self._desk.failed(self._request_id)

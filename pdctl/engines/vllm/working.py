@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from pdctl.engines.channel import Failed
-from pdctl.engines.vllm.legs import Blocks, DecodeLeg, PrefillLeg
+from pdctl.engines.vllm.exports import Exports
+from pdctl.engines.vllm.interface import Blocks, Span
+from pdctl.engines.vllm.legs import DecodeLeg, PrefillLeg
 from pdctl.engines.vllm.session import Session
 from pdctl.engines.vllm.steps import Begin, Doom, Export, Finish, News, Notice, Place, Step
 from pdctl.errors import HandoffError
@@ -22,12 +24,13 @@ log = logging.getLogger("pdctl.engines.vllm")
 
 
 class WorkerHalf:
-    """`obey`, `forwarded` and `collect` are called in that order by the worker's thread, once
-    a step; the `Desk` methods by any thread."""
+    """`obey`, `saved` for each layer, `forwarded` and `collect` are called in that order by the
+    worker's thread in each step; the `Desk` methods by any thread."""
 
     def __init__(self, session: Session, blocks: Blocks) -> None:
         self._session = session
         self._blocks = blocks
+        self._exports = Exports(blocks)
         self._prefill: dict[str, PrefillLeg] = {}
         self._decode: dict[str, DecodeLeg] = {}
         self._started: list[float] = []
@@ -50,10 +53,18 @@ class WorkerHalf:
         for finish in step.finish:
             self._finish(finish)
 
+        self._exports.begin(list(self._spans(step.export)))
+
+    def saved(self, layer_name: str) -> None:
+        """Inside the forward: what it computes of that layer stands in the blocks."""
+        self._exports.saved(layer_name)
+
     def forwarded(self, step: Step) -> None:
         """After the forward: what it computed stands in the blocks."""
+        self._exports.finish()
         for export in step.export:
-            self._export(export)
+            if (sending := self._prefill.get(export.request_id)) is not None:
+                sending.computed(export.positions)
         now = monotonic_s()
         for started_at in self._started:
             self.observe("first_token", now - started_at)
@@ -97,7 +108,7 @@ class WorkerHalf:
         side = "prefill" if leg.prefill == replica else "decode"
         try:
             if leg.prefill == replica and self._session.sender is not None:
-                sending = PrefillLeg(begin.request_id, self, self._blocks, len(begin.token_ids))
+                sending = PrefillLeg(begin.request_id, self, len(begin.token_ids))
                 self._prefill[begin.request_id] = sending
                 sending.start(self._session.sender, leg, begin.token_ids)
             elif leg.decode == replica and self._session.receiver is not None:
@@ -133,13 +144,9 @@ class WorkerHalf:
         if receiving is not None:
             receiving.finish(aborted=finish.first_token is None)
 
-    def _export(self, export: Export) -> None:
-        sending = self._prefill.get(export.request_id)
-        if sending is None:
-            return
-        try:
-            sending.computed(export.blocks, export.positions)
-        # a copy that fails ends that handoff; the engine and the others go on (R34)
-        except Exception as error:
-            log.exception("request=%s the export failed", export.request_id)
-            sending.broke(error)
+    def _spans(self, exports: Sequence[Export]) -> Iterator[tuple[PrefillLeg, Span]]:
+        for export in exports:
+            sending = self._prefill.get(export.request_id)
+            span = sending.span(export.blocks, export.positions) if sending else None
+            if sending is not None and span is not None:
+                yield sending, span

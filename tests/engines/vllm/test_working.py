@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
 import pytest
 
 from pdctl.engines.interface import Leg
+from pdctl.engines.vllm.interface import Span
 from pdctl.engines.vllm.steps import Begin, Doom, Export, Finish, News, Notice, Place, Step
 from pdctl.engines.vllm.working import WorkerHalf
 from pdctl.handoff.counters import CounterBoard
@@ -30,14 +31,27 @@ WAIT_S = 10.0
 class Memory:
     """Blocks of 32 tokens, as bit patterns; `[block][layer][K, V][token][head][dim]`."""
 
+    block_tokens = BLOCK
+    names: ClassVar = ["model.layers.0.attn", "model.layers.1.attn"]
+
     def __init__(self, blocks: int = 32) -> None:
+        self.spans: Sequence[Span] = ()
+        self.flushed = 0
         shape = (blocks, GEOMETRY.layers, 2, BLOCK, GEOMETRY.kv_heads, GEOMETRY.head_dim)
         self.cells = np.random.default_rng(1).integers(0, 9999, shape).astype(np.uint16)
 
-    def read(self, blocks: Sequence[int], start: int, stop: int, into: Patterns) -> None:
-        for at in range(start, stop):
-            cell = self.cells[blocks[at // BLOCK], :, :, at % BLOCK]
-            into[at // 64, :, :, at % 64] = cell
+    def begin_step(self, spans: Sequence[Span]) -> None:
+        self.spans = spans
+
+    def gather(self, layer: int, landed: Callable[[], None]) -> None:
+        for span in self.spans:
+            for at in range(span.start, span.stop):
+                cell = self.cells[span.blocks[at // BLOCK], layer, :, at % BLOCK]
+                span.pages[at // 64, layer, :, at % 64] = cell
+        landed()
+
+    def flush(self) -> None:
+        self.flushed += 1
 
     def write(
         self, blocks: Sequence[int], start: int, stop: int, first_layer: int, piece: Patterns
@@ -67,9 +81,12 @@ class Side:
         self.lost: set[int] = set()
         self.notices: list[Notice] = []
 
-    def step(self, **orders: Any) -> None:
+    def step(self, *, saves: Sequence[str] = Memory.names, **orders: Any) -> None:
+        """One step of vLLM, whose forward names these layers."""
         step = Step(**orders)
         self.half.obey(step)
+        for name in saves:
+            self.half.saved(name)
         self.half.forwarded(step)
         self.collect()
 
@@ -122,7 +139,9 @@ def begin(leg: Leg, tokens: int) -> list[Begin]:
 
 def row(side: Side, blocks: list[int], stop: int) -> Patterns:
     pages = GEOMETRY.empty(stop)
-    side.memory.read(blocks, 0, stop, pages)
+    side.memory.begin_step([Span(blocks, 0, stop, pages)])
+    for layer in range(GEOMETRY.layers):
+        side.memory.gather(layer, lambda: None)
     return pages
 
 

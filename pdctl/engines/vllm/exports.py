@@ -1,0 +1,66 @@
+"""What one step brings from vLLM's blocks into pages, while the forward computes it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from pdctl.engines.vllm.interface import Blocks, Span
+from pdctl.engines.vllm.legs import PrefillLeg
+
+log = logging.getLogger("pdctl.engines.vllm")
+
+Taking = Sequence[tuple[PrefillLeg, Span]]
+
+
+class Exports:
+    """Each layer of a step's spans once, in the model's order. Worker thread.
+
+    A copy that fails ends the handoffs of that step; the engine and the others go on (R34).
+    """
+
+    def __init__(self, blocks: Blocks) -> None:
+        self._blocks = blocks
+        self._taking: Taking = ()
+        self._next = 0
+
+    def begin(self, taking: Taking) -> None:
+        """Before the forward."""
+        self._taking, self._next = taking, 0
+        if taking:
+            self._attempt(lambda: self._blocks.begin_step([span for _, span in taking]))
+
+    def saved(self, name: str) -> None:
+        """Inside the forward: that layer stands in the blocks. One that comes out of turn, and
+        those that follow it, are left to `finish`."""
+        names = self._blocks.names
+        if self._taking and self._next < len(names) and name == names[self._next]:
+            self._gather()
+
+    def finish(self) -> None:
+        """After the forward: layers that vLLM did not name are copied too."""
+        while self._taking and self._next < len(self._blocks.names):
+            self._gather()
+        for leg, span in self._taking:
+            leg.taken(span)
+        self._taking = ()
+
+    def _gather(self) -> None:
+        layer, taking = self._next, self._taking
+        self._next += 1
+
+        def landed() -> None:
+            for leg, span in taking:
+                leg.landed(span, layer + 1)
+
+        self._attempt(lambda: self._blocks.gather(layer, landed))
+
+    def _attempt(self, copy: Callable[[], None]) -> None:
+        try:
+            copy()
+        # whatever the engine's memory raises, the forward goes on
+        except Exception as error:
+            log.exception("the export of %d prompts failed", len(self._taking))
+            for leg, _ in self._taking:
+                leg.broke(error)
+            self._taking = ()

@@ -11,7 +11,8 @@ allocated for it before that, so no two ends wait for each other's memory.
                               topology says so, it computes its prompt itself
 
 All methods are called by the scheduler's thread. Objects of vLLM are duck-typed: the names are
-those of 0.28.0 to 0.32.0.
+those of 0.28.0 to 0.32.0. vLLM's engine dies of what a connector raises, so that an error about
+one request ends that request here, and no other (R34).
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ class Standing(enum.Enum):
 class Ask:
     """One request that has a leg."""
 
-    def __init__(self, leg: Leg | None, role: Role, tokens: int) -> None:
-        self.leg = leg
+    def __init__(self, role: Role, tokens: int) -> None:
+        self.leg: Leg | None = None
         self.role = role
         self.tokens = tokens
         self.standing = Standing.WAITING
@@ -88,15 +89,22 @@ class SchedulerHalf:
         params = request.kv_transfer_params
         if not isinstance(params, dict) or "pdctl" not in params:
             return
-        leg = _leg_of(params)
-        ask = Ask(leg, self._role, request.num_prompt_tokens)
-        self._asks[request.request_id] = ask
+        ask = self._asks[request.request_id] = Ask(self._role, request.num_prompt_tokens)
+        try:
+            self._open(request, ask, params)
+        # vLLM's scheduler must not die of one request
+        except Exception:
+            log.exception("request=%s can't be handed over", request.request_id)
+            ask.standing = Standing.FAILED
+
+    def _open(self, request: Any, ask: Ask, params: dict[str, Any]) -> None:
+        ask.leg = _leg_of(params)
         tokens = request.prompt_token_ids
-        if leg is None or tokens is None or self._role is Role.BOTH:
+        if ask.leg is None or tokens is None or self._role is Role.BOTH:
             log.warning("request=%s has a leg that is not for this replica", request.request_id)
             ask.standing = Standing.FAILED
             return
-        begin = Begin(request_id=request.request_id, leg=leg, token_ids=list(tokens))
+        begin = Begin(request_id=request.request_id, leg=ask.leg, token_ids=list(tokens))
         self._begin.append(begin)
 
     def matched(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
@@ -120,22 +128,34 @@ class SchedulerHalf:
         ask = self._asks.get(request.request_id)
         if ask is None or ask.standing is Standing.PLACED:
             return
+        try:
+            self._place_or_doom(request.request_id, ask, list(blocks), external_tokens)
+        # nor of one request's blocks
+        except Exception:
+            log.exception("request=%s its blocks can't be filled", request.request_id)
+            if external_tokens:
+                # the last block never comes from the prefix cache
+                self._doom.append(Doom(request_id=request.request_id, blocks=list(blocks[-1:])))
+        ask.standing = Standing.PLACED
+
+    def _place_or_doom(
+        self, request_id: str, ask: Ask, blocks: list[int], external_tokens: int
+    ) -> None:
         # whole blocks of the prefix cache are shared with others: theirs is never touched
-        private = list(blocks[ask.local_tokens // self._block_tokens :])
+        private = blocks[ask.local_tokens // self._block_tokens :]
         if ask.standing is Standing.FAILED:
             if external_tokens:
-                self._doom.append(Doom(request_id=request.request_id, blocks=private))
+                self._doom.append(Doom(request_id=request_id, blocks=private))
         elif ask.role is Role.DECODE:
             ask.starts = external_tokens > 0
             self._place.append(
                 Place(
-                    request_id=request.request_id,
-                    blocks=list(blocks),
+                    request_id=request_id,
+                    blocks=blocks,
                     held_tokens=ask.tokens - 1 - external_tokens,
                     private=private if external_tokens else [],
                 )
             )
-        ask.standing = Standing.PLACED
 
     def step(self, scheduled: Any) -> Step:
         """What the worker's half has to do in the step that was just scheduled."""

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from pdctl.engines.interface import Leg
+from pdctl.engines.vllm import scheduling
 from pdctl.engines.vllm.scheduling import SchedulerHalf
 from pdctl.engines.vllm.steps import Doom, Export, Finish, News, Notice, Place
 from pdctl.topology.model import Role
@@ -218,3 +219,31 @@ def test_the_first_forward_on_imported_positions_is_named_once() -> None:
     running = schedule(cached={"r": ([], 99)}, scheduled={"r": 1})
     assert side.step(running).starts == ["r"]
     assert side.step(running).starts == []
+
+
+def test_an_error_about_one_request_fails_that_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """R34: vLLM's scheduler hears of a load that failed, never of the error."""
+    side = half(Role.DECODE)
+    broken, good = request(100, "broken"), request(100, "good")
+    monkeypatch.setattr(scheduling, "_leg_of", lambda params: 1 / 0)
+    side.arrived(broken)
+    monkeypatch.undo()
+    side.arrived(good)
+    assert side.matched(broken, 0) == (1, True)
+    assert side.matched(good, 0) == (None, False)
+    side.placed(broken, [3], 1)
+    step = side.step(schedule())
+    assert [begin.request_id for begin in step.begin] == ["good"]
+    assert step.doom == [Doom(request_id="broken", blocks=[3])]
+
+
+def test_blocks_that_can_not_be_placed_fail_their_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """R34: the block of the last token, which no other request shares, is reported."""
+    side, ask = half(Role.DECODE), request(200)
+    side.arrived(ask)
+    tell(side, News.OFFERED)
+    assert side.matched(ask, 128) == (71, True)
+    monkeypatch.setattr(scheduling, "Place", lambda **_: 1 / 0)
+    side.placed(ask, [4, 5, 6, 7], 71)
+    step = side.step(schedule())
+    assert (step.place, step.doom) == ([], [Doom(request_id="r", blocks=[7])])

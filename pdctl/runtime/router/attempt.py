@@ -13,6 +13,7 @@ from typing import Protocol
 import anyio
 from anyio.abc import TaskGroup
 
+from pdctl.engines.channel import Failed
 from pdctl.runtime.router.aborts import Aborter
 from pdctl.runtime.router.blame import blame, is_echo
 from pdctl.runtime.router.failure import RequestFailed
@@ -78,6 +79,7 @@ class Attempt:
         stopping: set when the router ends, and with it every try.
         recomputes: `on_failure = "recompute"`: prefill's failure leaves the decode leg open,
             which then computes the prompt itself. The failure is kept in `absorbed`.
+        reports: what the engines have reported about the handoff so far.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class Attempt:
         idle: Callable[[], Awaitable[float | None]],
         stopping: anyio.Event,
         recomputes: bool = False,
+        reports: Callable[[], Sequence[Failed]] = tuple,
     ) -> None:
         self._decode = decode
         self._prefill = prefill
@@ -105,6 +108,7 @@ class Attempt:
         self._idle = idle
         self._stopping = stopping
         self._recomputes = recomputes
+        self._reports = reports
         self.absorbed: RequestFailed | None = None
         self._prefilled = anyio.Event()
         self._failures: list[RequestFailed] = []
@@ -164,7 +168,7 @@ class Attempt:
                 await self._relay_events(call)
             else:
                 body = await call.whole()
-                await self._prefilled.wait()
+                await self._prefill_over()
                 await self._delivery.whole(body, call.content_type)
         except RequestFailed as failure:
             self._fail(failure, tasks)
@@ -202,8 +206,19 @@ class Attempt:
             if event.kind in (Kind.CONTENT, Kind.DONE):
                 break
         call.finished = event.kind is Kind.DONE
-        await self._prefilled.wait()
+        await self._prefill_over()
         await self._delivery.event(bytes(held))
+
+    async def _prefill_over(self) -> None:
+        """Prefill has succeeded, or decode goes on without it. An engine that answers prefill
+        before Done (vLLM, at its first token) leaves a later failure to the reports (R72)."""
+        await self._prefilled.wait()
+        if not self._recomputes or self.absorbed is not None:
+            return
+        for report in self._reports():
+            if report.leg == self._decode.leg:
+                self._absorb(self._decode.recomputed(report))
+                return
 
     async def _watch(self, call: EngineCall, tasks: TaskGroup) -> None:
         await call.seat.lost.wait()

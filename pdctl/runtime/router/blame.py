@@ -9,15 +9,31 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pdctl.engines.channel import Failed
-from pdctl.errors import HANDOFF_CAUSES, HandoffCancelled, HandoffExpired, PeerLost
-from pdctl.runtime.router.failure import RequestFailed
+from pdctl.errors import (
+    HANDOFF_CAUSES,
+    BudgetExceeded,
+    HandoffCancelled,
+    HandoffExpired,
+    PeerLost,
+    QueueFull,
+)
+from pdctl.runtime.router.failure import ENGINE_ERROR, RequestFailed, on_leg
 
 ECHOES = frozenset({PeerLost.cause, HandoffCancelled.cause, HandoffExpired.cause})
 """Causes that may only mirror what happened on the other leg."""
 
+STATUSES = {BudgetExceeded.cause: 400, QueueFull.cause: 503}
+"""Of a failed handoff, by its cause; 502 for any other."""
+
+
+def is_unexplained(failure: RequestFailed) -> bool:
+    """The engine answered an error and not why, as vLLM does for every failed handoff; what it
+    told its agent may say it."""
+    return failure.code == ENGINE_ERROR
+
 
 def is_echo(failure: RequestFailed) -> bool:
-    return failure.code in ECHOES and not failure.dead
+    return (failure.code in ECHOES or is_unexplained(failure)) and not failure.dead
 
 
 def blame(failures: Sequence[RequestFailed]) -> RequestFailed:
@@ -38,10 +54,11 @@ def explained(failure: RequestFailed, reports: Sequence[Failed]) -> RequestFaile
     """The failure with what an engine itself reported about the room, where the leg's own
     answer names no cause, or an echo."""
     names_a_cause = failure.code in HANDOFF_CAUSES and not is_echo(failure)
-    causes = [report for report in reports if report.cause not in ECHOES]
-    if failure.is_clients or names_a_cause or not causes:
+    report = _most_telling(failure, reports)
+    if failure.is_clients or names_a_cause or report is None:
         return failure
-    report = causes[-1]
+    if is_unexplained(failure):
+        return _caused(failure, report)
     return RequestFailed(
         failure.status,
         f"{failure.message}; {report.leg} reported {report.cause}: {report.detail}",
@@ -51,3 +68,25 @@ def explained(failure: RequestFailed, reports: Sequence[Failed]) -> RequestFaile
         dead=failure.dead,
         stale=failure.stale,
     )
+
+
+def _most_telling(failure: RequestFailed, reports: Sequence[Failed]) -> Failed | None:
+    """The newest that is no echo, of the failed leg where it has one; of echoes, one that
+    explains what would stay unexplained."""
+    causes = [report for report in reports if report.cause not in ECHOES]
+    if not causes and is_unexplained(failure):
+        causes = list(reports)
+    own = [report for report in causes if report.leg == failure.leg]
+    found = own or causes
+    return found[-1] if found else None
+
+
+def _caused(failure: RequestFailed, report: Failed) -> RequestFailed:
+    """What the leg would have answered, had its engine a way to say it."""
+    status = STATUSES.get(report.cause, 502)
+    said = report.detail
+    if report.leg != failure.leg:
+        said = f"{report.leg} reported {report.cause}: {said}"
+    if status >= 500 and failure.leg and failure.replica:
+        said = f"{on_leg(failure.leg, failure.replica)}: {said}"
+    return RequestFailed(status, said, code=report.cause, leg=failure.leg, replica=failure.replica)

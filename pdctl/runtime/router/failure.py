@@ -9,6 +9,9 @@ import msgspec
 INVALID = "invalid_request_error"
 SERVER = "server_error"
 
+ENGINE_ERROR = "engine_error"
+"""The cause where an engine's own error names none that is known here."""
+
 
 class RequestFailed(Exception):
     """One request's failure, ready to be answered.

@@ -7,8 +7,9 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from pdctl.engines.channel import Failed
 from pdctl.engines.interface import EngineSpec
-from pdctl.runtime.router.failure import RequestFailed, on_leg
+from pdctl.runtime.router.failure import ENGINE_ERROR, RequestFailed, on_leg
 from pdctl.runtime.router.members import Seat
 from pdctl.runtime.router.stream import Event, EventTooLong, Splitter
 
@@ -18,6 +19,9 @@ MAX_ERROR_BYTES = 64 << 10
 CONNECT_TIMEOUT_S = 3.0
 KEEPALIVE_S = 15.0
 """Idle connections are dropped before any engine would drop them (U21)."""
+
+PROMPT_ALIASES = ("input_tokens", "input_text")
+"""What vLLM calls a prompt that is too long, in whichever field it came."""
 
 _REUSED = "reused"
 
@@ -162,11 +166,15 @@ class EngineCall:
     def expired(self, timeout_s: float) -> RequestFailed:
         return self._failure(f"no progress for {timeout_s:g} s", code="deadline", status=504)
 
+    def recomputed(self, report: Failed) -> RequestFailed:
+        """The handoff that it reported as failed; it computed the prompt itself."""
+        return self._failure(report.detail, code=report.cause)
+
     def told(self, event: Event) -> RequestFailed:
         """The engine put an error into its stream before any output."""
         payload = event.raw.split(b"data:", 1)[-1].strip()
         message, cause = self.spec.error_message(502, payload)
-        return self._failure(message, code=cause or "engine_error")
+        return self._failure(message, code=cause or ENGINE_ERROR)
 
     async def _read(self, limit: int) -> bytes:
         response = self._opened()
@@ -192,12 +200,18 @@ class EngineCall:
                 status,
                 message,
                 code=cause or _text(own.get("code")),
-                param=_text(own.get("param")),
+                param=self._parameter(own.get("param")),
                 leg=self.leg,
                 replica=self.seat.name,
             )
         kept = status if status in (503, 504) else 502
-        return self._failure(message, code=cause or "engine_error", status=kept)
+        return self._failure(message, code=cause or ENGINE_ERROR, status=kept)
+
+    def _parameter(self, named: object) -> str | None:
+        """The client's own name of a parameter that the engine objects to."""
+        if named in PROMPT_ALIASES:
+            return "messages" if "messages" in self._body else "prompt"
+        return _text(named)
 
     def _unreachable(self, error: Exception) -> RequestFailed:
         return self._failure(

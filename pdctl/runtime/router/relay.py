@@ -25,7 +25,7 @@ from pdctl.engines.registry import spec_for
 from pdctl.handoff.ticket import mint
 from pdctl.runtime.router.aborts import Aborter
 from pdctl.runtime.router.attempt import Attempt, Delivery
-from pdctl.runtime.router.blame import explained
+from pdctl.runtime.router.blame import explained, is_unexplained
 from pdctl.runtime.router.failure import RequestFailed
 from pdctl.runtime.router.legs import EngineCall
 from pdctl.runtime.router.members import Roster, Seat
@@ -143,14 +143,22 @@ class Relay:
                 idle=HandoffProgress(self._roster, path, room or 0, self._refresh).idle_s,
                 stopping=self.stopping,
                 recomputes=recomputes,
+                reports=lambda: self._roster.failed(room or 0),
             )
             try:
                 await tried.run()
             except RequestFailed as failure:
-                raise explained(failure, self._roster.failed(room or 0)) from None
+                raise await self._explained(failure, room or 0) from None
             finally:
                 if tried.absorbed is not None:
-                    self._note(tried.absorbed)
+                    self._note(explained(tried.absorbed, self._roster.failed(room or 0)))
+
+    async def _explained(self, failure: RequestFailed, room: int) -> RequestFailed:
+        """With what the engines reported of the room. They tell their agents before they
+        answer, so where an answer names no cause the report is asked for, bounded."""
+        if room and is_unexplained(failure) and not self._roster.failed(room):
+            await self._refresh()
+        return explained(failure, self._roster.failed(room))
 
     def _calls(
         self, path: Path, seats: list[Seat], ask: Ask, room: int | None, timeout_s: float

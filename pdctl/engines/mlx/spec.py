@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
 
-from pdctl.engines.bodies import one_token
+from pdctl.engines.bodies import error_of, has_media, one_token
+from pdctl.engines.commands import environment_of, python_of
 from pdctl.engines.interface import Command, Leg
 from pdctl.engines.mlx.options import OWNED, check_options, option_arguments
-from pdctl.errors import HANDOFF_CAUSES
 from pdctl.topology.contract import Contract
 from pdctl.topology.diagnostics import Diagnostic
 from pdctl.topology.model import ComputeDtype, Engine, Host, Replica, Role
@@ -60,22 +58,22 @@ class MlxSpec:
 
     def probe(self, replica: Replica, host: Host) -> Command:
         return Command(
-            argv=(_python(replica, host), "-m", "pdctl.engines.mlx.probe", replica.model),
-            env=_env(replica, host),
+            argv=(python_of(replica, host), "-m", "pdctl.engines.mlx.probe", replica.model),
+            env=environment_of(replica, host, OFFLINE_ENV),
         )
 
     def command(self, replica: ReplicaPlan, host: Host, plan: Plan) -> Command:
         declared = replica.declared
         return Command(
             argv=(
-                _python(declared, host),
+                python_of(declared, host),
                 *("-m", "pdctl.engines.mlx.server"),
                 *("--model", replica.model),
                 *("--host", replica.http_host),
                 *("--port", str(replica.http_port)),
                 *option_arguments(declared.engine_config),
             ),
-            env=_env(declared, host),
+            env=environment_of(declared, host, OFFLINE_ENV),
         )
 
     def prefill_body(self, body: dict[str, Any], leg: Leg) -> dict[str, Any]:
@@ -91,29 +89,13 @@ class MlxSpec:
         return list(body_refusals(body))
 
     def error_message(self, status: int, body: bytes) -> tuple[str, str | None]:
-        text = body.decode("utf-8", "replace").strip()
-        try:
-            error = json.loads(text)["error"]
-        except (ValueError, KeyError, TypeError, RecursionError):
-            return text[:500] or f"HTTP {status} without a body", None
-        if isinstance(error, dict):
-            cause = error.get("code")
-            return str(error.get("message", "")), cause if cause in HANDOFF_CAUSES else None
-        return str(error), None
+        return error_of(status, body)
 
     def memory_bytes(self, replica: ReplicaPlan, contract: Contract, weights_bytes: int) -> int:
         widening = 2 if replica.compute_dtype is ComputeDtype.FLOAT32 else 1
         context = contract.positions.context_length
         kv_bytes = contract.token_kv_bytes * context * SEQUENCES_ASSUMED
         return PROCESS_BYTES + widening * (weights_bytes + kv_bytes)
-
-
-def _python(replica: Replica, host: Host) -> str:
-    return replica.python or host.python or (sys.executable if host.ssh is None else "python3")
-
-
-def _env(replica: Replica, host: Host) -> dict[str, str]:
-    return {**OFFLINE_ENV, **host.env, **replica.env}
 
 
 def body_refusals(body: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -131,8 +113,8 @@ def body_refusals(body: dict[str, Any]) -> Iterator[tuple[str, str]]:
             yield name, f"{name} is not served by MLX replicas in this version"
     if body.get("response_format") and body["response_format"] != {"type": "text"}:
         yield "response_format", "MLX cannot constrain its output to a format"
-    if _has_images(body.get("messages")):
-        yield "messages", "images are not served in this version"
+    if has_media(body.get("messages")):
+        yield "messages", "text alone is served in this version"
 
 
 def _logprobs_refusals(asked: Any) -> Iterator[tuple[str, str]]:
@@ -140,11 +122,3 @@ def _logprobs_refusals(asked: Any) -> Iterator[tuple[str, str]]:
     whole = isinstance(asked, int) and not isinstance(asked, bool)
     if whole and not 0 <= asked <= MOST_LOGPROBS:
         yield "logprobs", f"it must be true, false, or 0 to {MOST_LOGPROBS}"
-
-
-def _has_images(messages: Any) -> bool:
-    if not isinstance(messages, list):
-        return False
-    contents = (m.get("content") for m in messages if isinstance(m, dict))
-    parts = (part for content in contents if isinstance(content, list) for part in content)
-    return any(isinstance(p, dict) and "image" in str(p.get("type")) for p in parts)

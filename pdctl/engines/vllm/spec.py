@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
 
-from pdctl.engines.bodies import one_token
+from pdctl.engines.bodies import error_of, has_media, one_token
+from pdctl.engines.commands import environment_of, python_of
 from pdctl.engines.engine_config import normalised
 from pdctl.engines.interface import Command, Leg
 from pdctl.engines.vllm.options import OWNED, check_options, option_arguments
-from pdctl.errors import HANDOFF_CAUSES
 from pdctl.topology.contract import Contract
 from pdctl.topology.diagnostics import Diagnostic
 from pdctl.topology.model import ComputeDtype, Engine, Host, OnFailure, Replica, Role
@@ -86,7 +85,7 @@ class VllmSpec:
         dtype = replica.compute_dtype or "auto"
         return Command(
             argv=(
-                *(_python(replica, host), "-m", "pdctl.engines.vllm.probe"),
+                *(python_of(replica, host), "-m", "pdctl.engines.vllm.probe"),
                 *(replica.model, dtype, str(_block_size(replica) or 0)),
             ),
             env=_env(replica, host),
@@ -96,7 +95,7 @@ class VllmSpec:
         declared = replica.declared
         return Command(
             argv=(
-                _python(declared, host),
+                python_of(declared, host),
                 *("-m", "pdctl.engines.vllm.server"),
                 *("--model", replica.model),
                 *("--served-model-name", plan.model),
@@ -124,17 +123,7 @@ class VllmSpec:
         return list(_refusals(body))
 
     def error_message(self, status: int, body: bytes) -> tuple[str, str | None]:
-        text = body.decode("utf-8", "replace").strip()
-        try:
-            parsed = json.loads(text)
-            error = parsed.get("error", parsed)
-        except (ValueError, AttributeError, RecursionError):
-            return text[:500] or f"HTTP {status} without a body", None
-        if isinstance(error, dict):
-            cause = error.get("code")
-            said = error.get("message") or error.get("detail") or text[:500]
-            return str(said), cause if cause in HANDOFF_CAUSES else None
-        return str(error), None
+        return error_of(status, body)
 
     def memory_bytes(self, replica: ReplicaPlan, contract: Contract, weights_bytes: int) -> int:
         widening = 2 if replica.compute_dtype is ComputeDtype.FLOAT32 else 1
@@ -172,14 +161,10 @@ def _params(leg: Leg) -> dict[str, Any]:
     return {"pdctl": msgspec.to_builtins(leg)}
 
 
-def _python(replica: Replica, host: Host) -> str:
-    return replica.python or host.python or (sys.executable if host.ssh is None else "python3")
-
-
 def _env(replica: Replica, host: Host) -> dict[str, str]:
     chosen = ",".join(map(str, replica.devices))
     devices = {"CUDA_VISIBLE_DEVICES": chosen} if chosen else {}
-    return {**QUIET_ENV, **devices, **host.env, **replica.env}
+    return environment_of(replica, host, {**QUIET_ENV, **devices})
 
 
 def _block_size(replica: Replica) -> int | None:
@@ -194,14 +179,5 @@ def _refusals(body: dict[str, Any]) -> Iterator[tuple[str, str]]:
             yield name, reason
     if (body.get("best_of") or 1) != 1:
         yield "best_of", "the KV cache of one sequence is handed over"
-    if _has_media(body.get("messages")):
+    if has_media(body.get("messages")):
         yield "messages", "text alone is served in this version"
-
-
-def _has_media(messages: Any) -> bool:
-    if not isinstance(messages, list):
-        return False
-    contents = (m.get("content") for m in messages if isinstance(m, dict))
-    parts = (part for content in contents if isinstance(content, list) for part in content)
-    kinds = [str(part.get("type")) for part in parts if isinstance(part, dict)]
-    return any(medium in kind for kind in kinds for medium in ("image", "audio", "video"))

@@ -192,10 +192,12 @@ class Fuzz:
         frames = [wire.frame(wire.Offer(tokens=len(ids), token_sha256=digest, pages=pages), room)]
         frames += self._renewals(room)
         sent = SMALL.pages_for(wanted)
-        for page in range(sent):
-            for first in range(SMALL.layers):
-                piece = memoryview(self._pages[len(ids)][page, first : first + 1].tobytes())
-                frames.append(wire.piece_header(room, page, first, 1, piece) + bytes(piece))
+        order = [(page, layer) for page in range(sent) for layer in range(SMALL.layers)]
+        if self._chance.random() < 0.5:
+            order.sort(key=lambda piece: piece[1])
+        for page, first in order:
+            piece = memoryview(self._pages[len(ids)][page, first : first + 1].tobytes())
+            frames.append(wire.piece_header(room, page, first, 1, piece) + bytes(piece))
             frames += self._renewals(room)
         return [*frames, wire.frame(wire.End(pages=sent, first_token=None), room)]
 

@@ -88,6 +88,11 @@ def reordered_layers(link, room):
     send_page(link, room, kv(TOKENS), 0, first=1, layers=1)
 
 
+def overtaking(link, room):
+    send_page(link, room, kv(TOKENS), 0, first=0, layers=1)
+    send_page(link, room, kv(TOKENS), 1)
+
+
 def excess(link, room):
     pages = kv(64 * 4)
     for page in range(4):
@@ -137,6 +142,7 @@ def noise(link, room):
         duplicate_layer,
         reordered,
         reordered_layers,
+        overtaking,
         excess,
         unasked_token,
         second_offer,

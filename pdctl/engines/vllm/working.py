@@ -18,6 +18,7 @@ from pdctl.engines.vllm.legs import DecodeLeg, PrefillLeg
 from pdctl.engines.vllm.session import Session
 from pdctl.engines.vllm.steps import Begin, Doom, Export, Finish, News, Notice, Place, Step
 from pdctl.errors import HandoffError
+from pdctl.handoff.pulse import guarded
 from pdctl.trace import monotonic_s
 
 log = logging.getLogger("pdctl.engines.vllm")
@@ -118,9 +119,17 @@ class WorkerHalf:
             else:
                 raise HandoffError(f'replica "{replica}" is no end of {leg.prefill}>{leg.decode}')
         except HandoffError as error:
-            failed = Failed(room=leg.room, leg=side, cause=error.cause, detail=error.message)
-            self._session.report(failed)
-            self.failed(begin.request_id)
+            self._fail(begin, side, error)
+        # the engine goes on, whatever this request met (R34)
+        except Exception as error:
+            log.exception("request=%s its handoff could not begin", begin.request_id)
+            self._fail(begin, side, HandoffError(f"the {side} engine failed: {error!r}"))
+
+    def _fail(self, begin: Begin, side: str, error: HandoffError) -> None:
+        detail = error.message
+        failed = Failed(room=begin.leg.room, leg=side, cause=error.cause, detail=detail)
+        self._session.report(failed)
+        self.failed(begin.request_id)
 
     def _place(self, place: Place) -> None:
         self._decode[place.request_id].place(place.blocks, place.held_tokens, place.private)
@@ -137,12 +146,13 @@ class WorkerHalf:
         self._started.append(now)
 
     def _finish(self, finish: Finish) -> None:
+        """One that fails holds up none of the others (R36)."""
         sending = self._prefill.pop(finish.request_id, None)
         if sending is not None:
-            sending.finish(finish.first_token)
+            guarded(lambda: sending.finish(finish.first_token))
         receiving = self._decode.pop(finish.request_id, None)
         if receiving is not None:
-            receiving.finish(aborted=finish.first_token is None)
+            guarded(lambda: receiving.finish(aborted=finish.first_token is None))
 
     def _spans(self, exports: Sequence[Export]) -> Iterator[tuple[PrefillLeg, Span]]:
         for export in exports:

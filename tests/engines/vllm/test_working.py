@@ -13,6 +13,7 @@ import pytest
 
 from pdctl.engines.interface import Leg
 from pdctl.engines.vllm.interface import Span
+from pdctl.engines.vllm.legs import PrefillLeg
 from pdctl.engines.vllm.steps import Begin, Doom, Export, Finish, News, Notice, Place, Step
 from pdctl.engines.vllm.working import WorkerHalf
 from pdctl.handoff.counters import CounterBoard
@@ -310,3 +311,28 @@ def test_a_copy_that_breaks_ends_that_handoff_alone(sides: tuple[Side, Side, Leg
     p.step(export=[Export(request_id="r", blocks=[999], positions=20)])
     p.until(lambda: p.session.board.read().handoffs_active == 0)
     assert p.session.board.read().handoffs_failed == 1
+
+
+def test_an_error_that_nobody_foresaw_fails_the_request_that_begins(
+    sides: tuple[Side, Side, Leg], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R34: the scheduler and the agent are told, as of any other failure."""
+    p, _, leg = sides
+    monkeypatch.setattr(p.session.sender, "admit", lambda *_, **__: 1 / 0)
+    p.step(begin=begin(leg, 70))
+    assert p.told(News.FAILED)
+    assert [(failed.leg, failed.cause) for failed in p.failures] == [("prefill", "handoff")]
+
+
+def test_an_end_that_fails_holds_up_no_other(
+    sides: tuple[Side, Side, Leg], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R36: two requests end in one step, and the first one's release raises."""
+    p, _, leg = sides
+    broken = PrefillLeg("broken", p.half, 70)
+    p.half._prefill["broken"] = broken
+    monkeypatch.setattr(broken, "finish", lambda _: 1 / 0)
+    p.step(begin=begin(leg, 70))
+    p.step(finish=[Finish(request_id=name, first_token=None) for name in ("broken", "r")])
+    p.until(lambda: p.session.board.read().handoffs_active == 0)
+    assert p.session.board.read().handoffs_cancelled == 1

@@ -13,5 +13,7 @@ aborts.py     ends what engines still run for a request that is over
 canary.py     a real generation through every path before it takes traffic
 probes.py     active health checks, passive marks
 link.py       the agent's Unix socket
+recent.py, advice.py     the latest failures with what to do, and what is in flight
+home.py, page.html       the status page at /
 status.py, metrics.py    what /status and /metrics show
 """

@@ -14,12 +14,13 @@ from pdctl.runtime.router import endpoints
 from pdctl.runtime.router.attempt import ClientGone
 from pdctl.runtime.router.client import ClientDelivery, error_response
 from pdctl.runtime.router.failure import RequestFailed, refused
+from pdctl.runtime.router.home import home
 from pdctl.runtime.router.members import Roster
 from pdctl.runtime.router.metrics import CONTENT_TYPE, Meter
 from pdctl.runtime.router.policy import nothing_ready
 from pdctl.runtime.router.relay import Relay
 from pdctl.runtime.router.request import MAX_BODY_BYTES, check, model_not_found
-from pdctl.runtime.router.status import model, models, page, readiness, status
+from pdctl.runtime.router.status import model, models, readiness, status
 from pdctl.trace import monotonic_s
 
 log = logging.getLogger("pdctl.router")
@@ -134,10 +135,11 @@ class Front:
 
     async def _status(self, _: web.Request) -> web.Response:
         fresh = await self._refresh()
-        return _json(status(self._roster, fresh=fresh))
+        return _json(status(self._roster, self._meter, self._relay.flights, fresh=fresh))
 
     async def _home(self, _: web.Request) -> web.Response:
-        return web.Response(text=page(self._roster), content_type="text/html")
+        page = home()
+        return web.Response(text=page.html, content_type="text/html", headers=page.headers)
 
 
 class _Hangup(Exception):

@@ -115,6 +115,11 @@ class Attempt:
         self._gone = False
         self._deadline = 0.0
 
+    @property
+    def prefilled(self) -> bool:
+        """Whether prefill has answered, or there is none."""
+        return self._prefilled.is_set()
+
     async def run(self) -> None:
         """Until the whole answer has been delivered.
 

@@ -13,7 +13,7 @@ STATUS = "/status"
 HOME = "/"
 
 GENERATION = frozenset({COMPLETIONS, CHAT_COMPLETIONS})
-OPEN = frozenset({HEALTH, READY})
+OPEN = frozenset({HOME, HEALTH, READY})
 """Answered without an API key: they say nothing about anybody's request."""
 
 PATH_HEADER = "x-pdctl-path"

@@ -25,7 +25,12 @@ class RequestFailed(Exception):
         replica: the replica that leg ran on.
         dead: the replica could not be reached or went away; another one may well answer.
         stale: an idle pooled connection was closed under the request; a second try is safe.
+
+    `path` and `room` are of the try that failed, where there was one.
     """
+
+    path: str | None = None
+    room: int | None = None
 
     def __init__(
         self,

@@ -11,6 +11,8 @@ from prometheus_client.registry import Collector
 from pdctl.handoff.counters import BUCKETS_S, Counters, PairCounters
 from pdctl.runtime.router.failure import RequestFailed
 from pdctl.runtime.router.members import Roster, Seat
+from pdctl.runtime.router.recent import RecentFailures
+from pdctl.trace import monotonic_s
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -44,6 +46,8 @@ class Meter:
         self.active = 0
         self.total = 0
         self.failures = 0
+        self.recent = RecentFailures(roster.plan.cluster)
+        self._started_s = monotonic_s()
         self._active = Gauge(
             "pdctl_router_requests_active", "Requests in the router.", registry=self._registry
         )
@@ -83,7 +87,13 @@ class Meter:
         elif status != "gone":
             self.failures += 1
 
+    @property
+    def uptime_s(self) -> float:
+        return monotonic_s() - self._started_s
+
     def failed(self, failure: RequestFailed) -> None:
+        """Counts a try's failure, and keeps it where it is not the client's own."""
+        self.recent.add(failure)
         if failure.leg is not None:
             self._failed.labels(failure.leg, failure.replica or "", failure.code or "").inc()
 

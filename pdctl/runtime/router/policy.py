@@ -103,7 +103,9 @@ def pinned(header: str, paths: Iterable[Path]) -> Path:
 
 def unready(path: Path, cause: str) -> RequestFailed:
     """503 for a path that exists and cannot take traffic now."""
-    return RequestFailed(503, f"path {path.text} is not ready: {cause}", code="path_not_ready")
+    failure = RequestFailed(503, f"path {path.text} is not ready: {cause}", code="path_not_ready")
+    failure.path = path.text
+    return failure
 
 
 def nothing_ready(causes: Iterable[tuple[Path, str]]) -> RequestFailed:

@@ -38,6 +38,7 @@ from pdctl.runtime.router.policy import (
     unready,
 )
 from pdctl.runtime.router.progress import HandoffProgress
+from pdctl.runtime.router.recent import Flights
 from pdctl.runtime.router.request import Ask, objections
 from pdctl.topology.model import OnFailure, Policy, Role
 
@@ -71,6 +72,7 @@ class Relay:
         self._refresh = refresh
         self.stopping = anyio.Event()
         """Set, it ends every request with an error that says so."""
+        self.flights = Flights()
         self._turns = itertools.count()
         self.adopt(assignment)
 
@@ -88,7 +90,11 @@ class Relay:
             RequestFailed: what the client should be told.
             ClientGone: the client closed its connection.
         """
-        path = self._pick(ask, pin)
+        try:
+            path = self._pick(ask, pin)
+        except RequestFailed as failure:
+            self._note(failure)
+            raise
         timeout_s = self._assignment.plan.timeout_s
         try:
             await self.attempt(
@@ -145,13 +151,16 @@ class Relay:
                 recomputes=recomputes,
                 reports=lambda: self._roster.failed(room or 0),
             )
+            occupied.enter_context(self.flights.flying(path, room, tried))
             try:
                 await tried.run()
             except RequestFailed as failure:
-                raise await self._explained(failure, room or 0) from None
+                told = await self._explained(failure, room or 0)
+                raise _placed(told, path, room) from None
             finally:
                 if tried.absorbed is not None:
-                    self._note(explained(tried.absorbed, self._roster.failed(room or 0)))
+                    absorbed = explained(tried.absorbed, self._roster.failed(room or 0))
+                    self._note(_placed(absorbed, path, room))
 
     async def _explained(self, failure: RequestFailed, room: int) -> RequestFailed:
         """With what the engines reported of the room. They tell their agents before they
@@ -258,3 +267,8 @@ class Relay:
                 cause = f"{seat.called}: {seat.lost_cause}"
             raise unready(path, cause)
         return seat
+
+
+def _placed(failure: RequestFailed, path: Path, room: int | None) -> RequestFailed:
+    failure.path, failure.room = path.text, room
+    return failure

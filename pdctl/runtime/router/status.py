@@ -1,21 +1,25 @@
-"""What `/status`, `/ready` and `/` show of the roster. Pure."""
+"""What `/status` and `/ready` show of the roster. Pure."""
 
 from __future__ import annotations
 
-import html
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 
+from pdctl import __version__
 from pdctl.engines.channel import PairState
-from pdctl.runtime.router.endpoints import HEALTH, METRICS, MODELS, READY, STATUS
+from pdctl.handoff.counters import BUCKETS_S
 from pdctl.runtime.router.members import Roster, Seat
-from pdctl.runtime.router.metrics import pair_counters
+from pdctl.runtime.router.metrics import Meter, pair_counters
+from pdctl.runtime.router.recent import Flight
 
 
-def status(roster: Roster, *, fresh: bool) -> dict[str, Any]:
-    """The cluster as JSON (DESIGN §7). `fresh`: counters are of this moment."""
+def status(
+    roster: Roster, meter: Meter, flights: Iterable[Flight], *, fresh: bool
+) -> dict[str, Any]:
+    """The cluster as JSON (docs/status.md). `fresh`: counters are of this moment."""
     return {
         "cluster": roster.plan.cluster,
         "model": roster.plan.model,
@@ -23,6 +27,36 @@ def status(roster: Roster, *, fresh: bool) -> dict[str, Any]:
         "fresh": fresh,
         "replicas": [_replica(seat, roster) for seat in roster.seats()],
         "pairs": [_pair(state, roster) for state in roster.pair_states()],
+        "state": readiness(roster)[1]["status"],
+        "router": _router(roster, meter),
+        "handoffs": [_handoff(f, f.room, roster) for f in flights if f.room is not None],
+        "failures": msgspec.to_builtins(meter.recent.newest_first()),
+        "phase_buckets_s": BUCKETS_S,
+    }
+
+
+def _router(roster: Roster, meter: Meter) -> dict[str, Any]:
+    return {
+        "version": __version__,
+        "uptime_s": round(meter.uptime_s, 3),
+        "draining": roster.draining,
+        "requests_active": meter.active,
+        "requests_total": meter.total,
+        "requests_failed": meter.failures,
+    }
+
+
+def _handoff(flight: Flight, room: int, roster: Roster) -> dict[str, Any]:
+    """`stage`: "start", then "handoff" while either end has the room open, then "decode"."""
+    seats = [seat for seat in map(roster.seat, flight.path.replicas) if seat is not None]
+    idle = [s.state.counters.rooms[room] for s in seats if room in s.state.counters.rooms]
+    stage = "handoff" if idle else "decode" if flight.tried.prefilled else "start"
+    return {
+        "room": str(room),
+        "path": flight.path.text,
+        "stage": stage,
+        "age_s": round(flight.age_s, 3),
+        "idle_s": round(min(idle), 3) if idle else None,
     }
 
 
@@ -84,15 +118,3 @@ def model(roster: Roster, created: int) -> dict[str, Any]:
         "owned_by": "pdctl",
         "max_model_len": roster.plan.context_length,
     }
-
-
-def page(roster: Roster) -> str:
-    """A plain page with links; the live one is yet to come."""
-    links = "".join(
-        f'<li><a href="{path}">{path}</a></li>' for path in (STATUS, METRICS, READY, HEALTH, MODELS)
-    )
-    name, model_id = html.escape(roster.plan.cluster), html.escape(roster.plan.model)
-    return (
-        f"<!doctype html><html lang=en><title>pdctl {name}</title>"
-        f"<h1>{name}</h1><p>serves {model_id}</p><ul>{links}</ul></html>"
-    )

@@ -9,9 +9,9 @@ import json
 import anyio
 import pytest
 from runtime.router.cluster import CHAT, COMPLETION, MODEL, cluster, eventually
-from runtime.router.fakes import chunk_of, stalls_then, streams
+from runtime.router.fakes import chunk_of, fails, stalls_then, streams
 
-from pdctl.handoff.counters import Counters, PairCounters
+from pdctl.handoff.counters import BUCKETS_S, Counters, PairCounters
 from pdctl.runtime.router.request import MAX_BODY_BYTES
 
 pytestmark = pytest.mark.anyio
@@ -47,13 +47,13 @@ async def test_bad_bodies_are_error_objects() -> None:
 
 
 async def test_an_api_key_is_needed_everywhere_but_for_health() -> None:
-    """R60: with a key set, /health and /ready alone are open."""
+    """R60: with a key set, /health, /ready and the page, which asks for the key, alone are open."""
     async with cluster("o0", api_key="s3cret") as c:
-        for path in ("/health", "/ready"):
+        for path in ("/health", "/ready", "/"):
             assert (await c.http.get(c.url(path))).status == 200
         wrong = [{}, {"Authorization": "Bearer no"}, {"Authorization": "s3cret"}]
         wrong += [{"Authorization": "Basic s3cret"}, {"Authorization": "Bearer s3cretß"}]
-        for path in ("/v1/models", "/status", "/metrics", "/", "/nope"):
+        for path in ("/v1/models", "/status", "/metrics", "/nope"):
             for headers in wrong:
                 response = await c.http.get(c.url(path), headers=headers)
                 assert response.status == 401
@@ -186,6 +186,35 @@ async def test_status_has_fresh_counters() -> None:
         assert c.keeper.refreshes == 1
 
 
+async def test_status_tells_of_router_requests_and_failures() -> None:
+    """What the status page shows beside counters: the router's own, what is in flight with its
+    room and its last progress, and what failed with its cause; rooms are strings."""
+    async with cluster("p0 d0") as c:
+        assert (await c.ask(CHAT)).status == 200
+        c["d0"].on["decode"] = fails(502, "p0 closed the connection", "peer_lost")
+        failed = await c.ask(CHAT)
+        c["d0"].on["decode"] = stalls_then()
+        waiting = asyncio.ensure_future(c.ask(CHAT))
+        await c["d0"].stalled.wait()
+        room = c["d0"].bodies[-1][1]["pdctl"]["room"]
+        c["d0"].counters = Counters(rooms={room: 0.25})
+        status = await (await c.http.get(c.url("/status"))).json()
+        router, (handoff,), (failure,) = (status[k] for k in ("router", "handoffs", "failures"))
+        assert (status["state"], status["phase_buckets_s"]) == ("ready", list(BUCKETS_S))
+        counts = [router[f"requests_{k}"] for k in ("active", "total", "failed")]
+        assert (counts, router["draining"]) == ([1, 3, 1], False)
+        assert router["uptime_s"] > handoff["age_s"] > 0
+        assert (handoff["room"], handoff["path"]) == (str(room), "p0>d0")
+        assert (handoff["stage"], handoff["idle_s"]) == ("handoff", 0.25)
+        assert failure["room"] == failed.headers["x-pdctl-room"]
+        told = [failure[k] for k in ("path", "leg", "replica", "status", "cause", "count")]
+        assert told == ["p0>d0", "decode", "d0", 502, "peer_lost", 1]
+        c["d0"].release.set()
+        assert (await waiting).status == 200
+        status = await (await c.http.get(c.url("/status"))).json()
+        assert status["handoffs"] == []
+
+
 async def test_metrics_have_the_designs_names() -> None:
     """DESIGN §6: the counters' names with prefix pdctl_, and the router's own."""
     async with cluster("p0 d0") as c:
@@ -204,12 +233,6 @@ async def test_metrics_have_the_designs_names() -> None:
         assert 'cause="truncated",leg="decode",replica="d0"} 1' in text
         assert 'pdctl_router_ttft_seconds_count{path="p0>d0"} 1' in text
         assert 'pdctl_path_ready{path="p0>d0"} 1' in text
-
-
-async def test_the_home_page_links_to_the_rest() -> None:
-    async with cluster("o0") as c:
-        text = await (await c.http.get(c.url("/"))).text()
-        assert '<a href="/status">' in text
 
 
 async def test_no_answer_names_the_libraries_behind_it() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -94,9 +95,15 @@ class PdctlConnector(KVConnectorBase_V1):  # type: ignore[misc]
         session.open(_loaded(config, kv_caches, blocks.block_tokens))
         self._worker = WorkerHalf(session, blocks)
 
-    def start_load_kv(self, forward_context: Any, **_: Any) -> None:
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """The one call that every version makes before the forward: 0.32.0 makes
+        `start_load_kv` after it."""
+        super().bind_connector_metadata(connector_metadata)
         if self._worker is not None:
             self._worker.obey(self._step)
+
+    def start_load_kv(self, forward_context: Any, **_: Any) -> None:
+        return
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         return
@@ -106,8 +113,9 @@ class PdctlConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self._worker.saved(layer_name)
 
     def wait_for_save(self) -> None:
+        """vLLM also calls it while what the forward raised is on its way out."""
         if self._worker is not None:
-            self._worker.forwarded(self._step)
+            self._worker.forwarded(self._step, sys.exception())
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         if self._worker is None:

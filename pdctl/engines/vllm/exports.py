@@ -45,6 +45,12 @@ class Exports:
             leg.taken(span)
         self._taking = ()
 
+    def fail(self, error: BaseException) -> None:
+        """Nothing more of this step is copied, and its handoffs end."""
+        for leg, _ in self._taking:
+            leg.broke(error)
+        self._taking = ()
+
     def _gather(self) -> None:
         layer, taking = self._next, self._taking
         self._next += 1
@@ -60,7 +66,5 @@ class Exports:
             copy()
         # whatever the engine's memory raises, the forward goes on
         except Exception as error:
-            log.exception("the export of %d prompts failed", len(self._taking))
-            for leg, _ in self._taking:
-                leg.broke(error)
-            self._taking = ()
+            log.exception("a step's export failed")
+            self.fail(error)

@@ -81,7 +81,7 @@ class PrefillLeg:
             self._outbound.written(span.stop, layers=layers)
 
     def taken(self, span: Span) -> None:
-        """Worker thread, after the forward: every layer of the span is copied, or soon will."""
+        """Worker thread, after the forward: every layer of the span is copied, or will be soon."""
         self._held = span.stop
 
     def computed(self, positions: int) -> None:
@@ -99,7 +99,7 @@ class PrefillLeg:
         else:
             self._outbound.finish(first_token)
 
-    def broke(self, error: Exception) -> None:
+    def broke(self, error: BaseException) -> None:
         """Worker thread: the pages can't be filled."""
         if self._outbound is not None:
             self._outbound.fail(HandoffError(f"the prefill engine failed: {error!r}"))

@@ -60,8 +60,10 @@ class WorkerHalf:
         """Inside the forward: what it computes of that layer stands in the blocks."""
         self._exports.saved(layer_name)
 
-    def forwarded(self, step: Step) -> None:
-        """After the forward: what it computed stands in the blocks."""
+    def forwarded(self, step: Step, error: BaseException | None = None) -> None:
+        """After the forward: what it computed stands in the blocks, unless it raised `error`."""
+        if error is not None:
+            self._exports.fail(error)
         self._exports.finish()
         for export in step.export:
             if (sending := self._prefill.get(export.request_id)) is not None:

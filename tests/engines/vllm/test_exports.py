@@ -45,7 +45,7 @@ class Prompt:
     def __init__(self) -> None:
         self.layers: list[int] = []
         self.held = 0
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
 
     def landed(self, span: Span, layers: int) -> None:
         self.layers.append(layers)
@@ -53,7 +53,7 @@ class Prompt:
     def taken(self, span: Span) -> None:
         self.held = span.stop
 
-    def broke(self, error: Exception) -> None:
+    def broke(self, error: BaseException) -> None:
         self.error = error
 
 
@@ -149,3 +149,14 @@ def test_a_copy_that_fails_ends_the_handoffs_of_its_step(
     exports.begin([(after, SPAN)])
     exports.finish()
     assert (after.layers, after.error) == ([1, 2, 3, 4], None)
+
+
+def test_a_forward_that_fails_exports_nothing_more(memory: Memory, exports: Exports) -> None:
+    """R34: what it did not compute is never taken for what it did."""
+    prompt = Prompt()
+    exports.begin([(prompt, SPAN)])
+    exports.saved(NAMES[0])
+    exports.fail(RuntimeError("the model broke"))
+    exports.finish()
+    assert (memory.gathered, prompt.layers, prompt.held) == ([0], [1], 0)
+    assert str(prompt.error) == "the model broke"

@@ -11,6 +11,7 @@ import typer
 
 from pdctl.cli import render
 from pdctl.cli.arguments import Cluster
+from pdctl.errors import ClusterError
 from pdctl.runtime.cluster.state import running
 from pdctl.runtime.cluster.status import Status, status
 from pdctl.topology.sizes import approximate_size
@@ -40,8 +41,8 @@ def ps(
 
     Counters are of this moment. "draining" takes no new request, and "active" says how many still
     run there; "backoff" and "failed" come with their cause. Where the cluster's agent does not
-    answer, that is said, and what its journal knows is shown instead. Each host but the router's
-    has a row, as the router's host sees it: "clock" is that host's minus its own."""
+    answer, what its journal knows is shown instead, and the exit code is 1. Each host but the
+    router's has a row, as the router's host sees it: "clock" is that host's minus its own."""
     state, record = running(topology)
     found = anyio.run(partial(status, state, record))
     if as_json:
@@ -51,10 +52,7 @@ def ps(
     if found.problem is not None:
         far = record.topology.hosts[record.plan.router_host].ssh is not None
         what = "what runs is not known" if far else "this is what its journal says"
-        say = render.stderr().print
-        say(f"warning: {found.problem}; {what}", soft_wrap=True)
-        if found.phase in ("starting", "stopping"):
-            say(f"\nhint: `pdctl down {found.cluster}` ends what is left", soft_wrap=True)
+        raise ClusterError(f"{found.problem}; {what}", hint=found.hint)
 
 
 def _show(found: Status) -> None:

@@ -96,6 +96,11 @@ class Shell:
         assert running.returncode == code, (words, out, err)
         return out, err
 
+    def succeeds(self, *words: object) -> bool:
+        with self.begin(*words) as running:
+            running.communicate(timeout=TIMEOUT_S)
+        return running.returncode == 0
+
     def record(self) -> ClusterRecord:
         record = self.state.read()
         assert record is not None

@@ -197,12 +197,16 @@ def test_the_foreground_stops_everything_when_its_agent_dies(shell: Shell) -> No
 
 
 def test_ps_and_down_without_an_agent(shell: Shell) -> None:
-    """U26: after kill -9 of the agent with its watchdog, ps says so and down leaves nothing."""
+    """U26: after kill -9 of the agent with its watchdog, ps fails, shows what its journal knows
+    and says what to do; down leaves nothing."""
     shell("up", shell.file, "-d")
     os.killpg(shell.record().agents["local"].mark.pid, signal.SIGKILL)
-    out, err = shell("ps", shell.name, "--json")
+    assert "unsupervised" in shell("ps", shell.name, code=1)[0]
+    out, err = shell("ps", shell.name, "--json", code=1)
     found = json.loads(out)
+    assert "error: the agent" in err
     assert "does not answer" in err
+    assert f"hint: {found['hint']}" in err
     assert found["phase"] == "agent lost"
     assert {r["state"] for r in found["replicas"]} == {"unsupervised"}
     shell("down", shell.name)
@@ -218,7 +222,7 @@ def test_a_killed_agent_is_back_by_itself(shell: Shell) -> None:
     agent.kill()
     agent.wait(10)
     assert shell.ask().status_code == 200
-    shell.until("a new agent answers", lambda: shell.ps()["phase"] == "running")
+    shell.until("a new agent answers", lambda: shell.succeeds("ps", shell.name))
     shell.until("all is ready", lambda: all(r["state"] == "ready" for r in shell.ps()["replicas"]))
     after = shell.ps()
     assert [r["pid"] for r in after["replicas"]] == [r["pid"] for r in before["replicas"]]

@@ -115,8 +115,8 @@ class Cluster:
     def up(self) -> None:
         self.pdctl("up", self.topology, "--detach", "--wait-timeout", UP_TIMEOUT_S - 20)
 
-    def ps(self) -> dict[str, Any]:
-        return dict(json.loads(self.pdctl("ps", self.topology, "--json").stdout))
+    def ps(self, *, check: bool = True) -> dict[str, Any]:
+        return dict(json.loads(self.pdctl("ps", self.topology, "--json", check=check).stdout))
 
     def status(self) -> dict[str, Any]:
         return dict(self.http.get("/status").json())

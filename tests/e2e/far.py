@@ -173,7 +173,7 @@ class FarCluster(Cluster):
         return str(self.replica(replica)["host"])
 
     def hosts(self) -> dict[str, str]:
-        return {host["name"]: host["state"] for host in self.ps()["hosts"]}
+        return {host["name"]: host["state"] for host in self.ps(check=False)["hosts"]}
 
     def in_flight(self) -> int:
         """The sum of everything that a request holds anywhere, gauges of every replica."""

@@ -100,7 +100,7 @@ class OverSsh(Cluster):
 
     def hosts(self) -> dict[str, dict[str, Any]]:
         """The hosts beside the router's, as `ps` has them."""
-        return {host["name"]: host for host in self.ps()["hosts"]}
+        return {host["name"]: host for host in self.ps(check=False)["hosts"]}
 
     def log(self, name: str) -> Path:
         """Where the log of a replica, or the router, lies."""

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from pdctl.engines.channel import MemberState, PairState
-from pdctl.errors import ClusterError, HostError
+from pdctl.errors import ClusterError, HostError, PdctlError
 from pdctl.handoff.counters import PairCounters
 from pdctl.runtime.agent import journal
 from pdctl.runtime.agent.journal import ROUTER, Entry
@@ -34,6 +34,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     """Every host but the router's."""
     problem: str | None = None
     """Why this is not the whole picture; None when it is."""
+    hint: str | None = None
+    """What to do about that."""
 
 
 async def status(state: StateDir, record: ClusterRecord) -> Status:
@@ -44,7 +46,7 @@ async def status(state: StateDir, record: ClusterRecord) -> Status:
             return from_snapshot(record, await keeper.snapshot(fresh=True))
     except (ClusterError, HostError) as error:
         found = journal.read(state.journal(record.plan.router_host))
-        return from_journal(record, found, error.message)
+        return from_journal(record, found, error)
 
 
 def from_snapshot(record: ClusterRecord, snapshot: Snapshot) -> Status:
@@ -69,11 +71,12 @@ def from_snapshot(record: ClusterRecord, snapshot: Snapshot) -> Status:
     )
 
 
-def from_journal(record: ClusterRecord, found: journal.Journal, problem: str) -> Status:
+def from_journal(record: ClusterRecord, found: journal.Journal, problem: PdctlError) -> Status:
     """Without an agent: which of its processes on this machine still live.
 
     Args:
         found: the keeper's; empty where it runs on another host.
+        problem: why the keeper can't be asked.
     """
     here = record.topology.hosts[record.plan.router_host].ssh is None
     keeper = record.plan.router_host
@@ -102,11 +105,12 @@ def from_journal(record: ClusterRecord, found: journal.Journal, problem: str) ->
                 "decode": pair.decode,
                 "transport": pair.transport.value,
                 "state": "unknown",
-                "cause": problem,
+                "cause": problem.message,
             }
             for pair in record.plan.pairs
         ],
-        problem=problem,
+        problem=problem.message,
+        hint=problem.hint or f"`pdctl down {record.cluster}` ends what is left",
     )
 
 

@@ -7,6 +7,7 @@ import pytest
 from runtime.clusters import written
 
 from pdctl.engines.channel import MemberState, PairState
+from pdctl.errors import AgentLost, HostError
 from pdctl.handoff.counters import Counters, PairCounters
 from pdctl.runtime.agent.journal import Entry, Journal
 from pdctl.runtime.agent.view import RouterState, Snapshot
@@ -68,13 +69,14 @@ def test_without_an_agent_the_journal_speaks(tmp_path: Path, alive: bool) -> Non
     entry = Entry(name="p0", mark=here, started_at=1.0, incarnation=3, restarts=2, wanted=True)
     with written(tmp_path) as (_, record):
         record = msgspec.structs.replace(record, phase="running")
-        found = from_journal(record, Journal(entries=(entry,)), "no answer")
+        found = from_journal(record, Journal(entries=(entry,)), AgentLost("no answer"))
     p0, d0 = found.replicas
     assert p0["state"] == ("unsupervised" if alive else "gone")
     assert p0["pid"] == (1 if alive else None)
     assert p0["restarts"] == 2
     assert (d0["state"], d0["pid"]) == ("gone", None)
     assert (found.phase, found.problem) == ("agent lost", "no answer")
+    assert found.hint == f"`pdctl down {record.cluster}` ends what is left"
     assert found.pairs[0]["state"] == "unknown"
     assert set(p0) >= KEYS
 
@@ -90,7 +92,8 @@ def test_of_a_host_that_cannot_be_asked_nothing_is_claimed(tmp_path: Path, keepe
         )
         topology = msgspec.structs.replace(record.topology, hosts=hosts)
         far = msgspec.structs.replace(record, topology=topology, plan=plan)
-        found = from_journal(far, Journal(), "no answer")
+        found = from_journal(far, Journal(), HostError("no answer", hint="plug it in"))
+    assert found.hint == "plug it in"
     states = {r["name"]: r["state"] for r in found.replicas}
     assert states == {"p0": "gone" if keeper == "local" else "unknown", "d0": "unknown"}
     assert found.router["state"] == ("gone" if keeper == "local" else "unknown")

@@ -47,10 +47,7 @@ class Assembly:
         # the last page has no more layers than any other
         whole = not self._came or self._came[-1] == self._layers
         if not whole or end.pages != self.pages:
-            raise ProtocolViolation(
-                f"the end came while {self._due()}; {self.pages} pages were to come "
-                f"and {end.pages} were said to be sent"
-            )
+            raise ProtocolViolation(f"the end of {end.pages} pages came, {self._due()}")
         if (end.first_token is not None) != self._first_token:
             raise ProtocolViolation("the first token was wanted and missing, or the reverse")
         return end.first_token
@@ -64,4 +61,4 @@ class Assembly:
         for at, came in enumerate(self._came):
             if came < self._layers:
                 return f"page {self._first + at} from layer {came} was due"
-        return f"page {self._first + self.pages} from layer 0 was due"
+        return f"the end of {self.pages} pages was due"

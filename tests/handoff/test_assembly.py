@@ -115,7 +115,7 @@ def test_the_number_of_pages_is_compared(said):
     made = assembly(0, 2)
     made.take(header((0, 0, 4)))
     made.take(header((1, 0, 4)))
-    with pytest.raises(ProtocolViolation, match=f"{said} were said"):
+    with pytest.raises(ProtocolViolation, match=f"of {said} pages came, the end of 2"):
         made.complete(End(pages=said, first_token=None))
 
 

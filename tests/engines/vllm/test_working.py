@@ -38,6 +38,7 @@ class Memory:
     def __init__(self, seed: int) -> None:
         self.spans: Sequence[Span] = ()
         self.flushed = 0
+        self.breaks = False
         shape = (32, GEOMETRY.layers, 2, BLOCK, GEOMETRY.kv_heads, GEOMETRY.head_dim)
         self.cells = np.random.default_rng(seed).integers(1, 9999, shape).astype(np.uint16)
 
@@ -53,6 +54,8 @@ class Memory:
 
     def flush(self) -> None:
         self.flushed += 1
+        if self.breaks:
+            raise RuntimeError("the device is gone")
 
     def write(
         self, blocks: Sequence[int], start: int, stop: int, first_layer: int, piece: Patterns
@@ -212,6 +215,24 @@ def test_layers_that_no_call_names_are_sent_all_the_same(sides: tuple[Side, Side
     d.step(place=[Place(request_id="r", blocks=[5, 6, 7], held_tokens=0, private=[5, 6, 7])])
     d.until(lambda: d.loaded == {"r"})
     assert np.array_equal(row(p, [1, 2, 3], 69), row(d, [5, 6, 7], 69))
+
+
+def test_blocks_that_cannot_be_flushed_are_given_back_as_lost(
+    sides: tuple[Side, Side, Leg],
+) -> None:
+    """R34, U1: decode never goes on with what may not stand in its blocks; prefill is told."""
+    p, d, leg = sides
+    d.memory.breaks = True
+    p.step(begin=begin(leg, 70))
+    d.step(begin=begin(leg, 70))
+    p.until(lambda: p.told(News.RESERVED))
+    d.until(lambda: d.told(News.OFFERED))
+    d.step(place=[Place(request_id="r", blocks=[5, 6, 7], held_tokens=0, private=[6, 7])])
+    p.step(export=[Export(request_id="r", blocks=[1, 2, 3], positions=70)])
+    d.until(lambda: d.loaded == {"r"})
+    assert d.lost == {6, 7}
+    p.until(lambda: p.session.board.read().handoffs_active == 0)
+    assert p.session.board.read().handoffs_failed == 1
 
 
 def test_held_positions_are_not_written(sides: tuple[Side, Side, Leg]) -> None:

@@ -262,12 +262,16 @@ class Attempt:
         first = not self._failures
         self._failures.append(failure)
         if first and is_echo(failure) and len(self._calls) > 1:
-            tasks.start_soon(self._end_soon, tasks)
+            tasks.start_soon(self._end_soon, failure, tasks)
         else:
             tasks.cancel_scope.cancel()
 
-    async def _end_soon(self, tasks: TaskGroup) -> None:
-        await anyio.sleep(ECHO_GRACE_S)
+    async def _end_soon(self, echo: RequestFailed, tasks: TaskGroup) -> None:
+        """At once where the other leg's replica is lost, also one that had answered."""
+        other = next(call for call in self._calls if call.leg != echo.leg)
+        with anyio.move_on_after(ECHO_GRACE_S):
+            await other.seat.lost.wait()
+            self._failures.append(other.lost(other.seat.lost_cause))
         tasks.cancel_scope.cancel()
 
     def _close(self) -> None:

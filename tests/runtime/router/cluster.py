@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import tempfile
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path as FilePath
@@ -29,6 +30,7 @@ from pdctl.topology.plan import PairPlan, Plan, ReplicaPlan
 
 MODEL = "tiny"
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+STREAM = {**CHAT, "stream": True}
 COMPLETION = {"model": MODEL, "prompt": "hi", "max_tokens": 4}
 PATIENCE_S = 5.0
 
@@ -148,6 +150,13 @@ class Cluster:
             and self.router.connections_in_use == 0
             and not _request_tasks()
         )
+
+
+def error_of(raw: bytes) -> dict[str, Any]:
+    """OpenAI's error object, whole."""
+    error: dict[str, Any] = json.loads(raw)["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return error
 
 
 async def eventually(condition: Callable[[], bool]) -> None:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any
 
 import pytest
-from runtime.router.cluster import CHAT, COMPLETION, Cluster, cluster, eventually
+from runtime.router.cluster import CHAT, COMPLETION, STREAM, cluster, error_of, eventually
 from runtime.router.fakes import (
     DONE,
-    Answer,
-    FakeEngine,
     answers,
     chunk_of,
     cuts,
@@ -25,19 +22,11 @@ from runtime.router.fakes import (
     streams,
 )
 
-from pdctl.engines.channel import Failed
 from pdctl.topology.model import OnFailure
 
 pytestmark = pytest.mark.anyio
 
-STREAM = {**CHAT, "stream": True}
 BODIES = pytest.mark.parametrize("body", [CHAT, STREAM], ids=["whole", "stream"])
-
-
-def error_of(raw: bytes) -> dict:
-    error = json.loads(raw)["error"]
-    assert set(error) == {"message", "type", "param", "code"}
-    return error
 
 
 def last_event(raw: bytes) -> dict:
@@ -172,56 +161,6 @@ async def test_the_dead_leg_is_blamed_and_not_its_echo(leg: str) -> None:
         answer = await task
         assert answer.status in (502, 503)
         assert f'{leg} replica "{dead}"' in error_of(await answer.read())["message"]
-
-
-def reports(c: Cluster, then: Answer, **fields: str) -> Answer:
-    """The engine tells its agent why, whom the router hears only when it asks, then answers."""
-
-    async def answer(engine: FakeEngine, request: Any, body: dict) -> Any:
-        c.keeper.failures = (Failed(room=body["pdctl"]["room"], **fields),)
-        return await then(engine, request, body)
-
-    return answer
-
-
-@BODIES
-async def test_an_engine_that_answers_no_cause_is_asked_for_it(body: dict) -> None:
-    """R67: vLLM says 500 to every failed handoff; its agent knows the cause."""
-    async with cluster() as c:
-        c["p0"].on["prefill"] = stalls_then()
-        failed = says(500, b"Internal Server Error")
-        c["d0"].on["decode"] = reports(c, failed, leg="decode", cause="tokens", detail="differ")
-        answer = await c.ask(body)
-        error = error_of(await answer.read())
-        assert (answer.status, error["code"]) == (502, "tokens")
-        assert error["message"] == 'decode replica "d0": differ'
-        assert 'cause="tokens",leg="decode"' in c.router.meter.text().decode()
-
-
-async def test_a_prompt_over_the_budget_is_the_clients_mistake_on_any_engine() -> None:
-    """R40: 400, and nothing of the engine's 500."""
-    async with cluster() as c:
-        failed = says(500, b"Internal Server Error")
-        fields = {"leg": "prefill", "cause": "over_budget", "detail": "too many tokens"}
-        c["p0"].on["prefill"] = reports(c, failed, **fields)
-        c["d0"].on["decode"] = stalls_then()
-        answer = await c.ask(CHAT)
-        error = error_of(await answer.read())
-        assert (answer.status, error["code"]) == (400, "over_budget")
-        assert (error["message"], error["type"]) == ("too many tokens", "invalid_request_error")
-
-
-@pytest.mark.parametrize(("body", "param"), [(CHAT, "messages"), (COMPLETION, "prompt")])
-async def test_a_prompt_that_is_too_long_is_named_as_the_client_named_it(
-    body: dict, param: str
-) -> None:
-    """U18: vLLM calls it input_tokens, whichever field it came in."""
-    error = {"message": "too long", "type": "BadRequestError", "param": "input_tokens", "code": 400}
-    async with cluster() as c:
-        c["d0"].on["decode"] = says(400, json.dumps({"error": error}).encode())
-        answer = await c.ask(body)
-        assert answer.status == 400
-        assert error_of(await answer.read())["param"] == param
 
 
 async def test_an_echo_without_a_cause_is_told_after_its_grace() -> None:
@@ -433,24 +372,6 @@ async def test_a_recomputing_decode_leg_outlives_its_prefill(body: dict) -> None
         assert answer.headers["x-pdctl-path"] == "d0"
         assert 'cause="protocol",leg="prefill"' in c.router.meter.text().decode()
         assert c["d0"].aborted == []
-
-
-@BODIES
-async def test_a_prompt_computed_again_after_prefill_had_answered_is_told(body: dict) -> None:
-    """R72: vLLM's prefill answers at its first token; a handoff that fails after that is
-    reported by decode, and the answer says who made it."""
-    async with cluster(on_failure=OnFailure.RECOMPUTE) as c:
-        c["d0"].on["decode"] = stalls_then()
-        task = asyncio.ensure_future(c.ask(body))
-        await c["d0"].stalled.wait()
-        room = c["d0"].bodies[-1][1]["pdctl"]["room"]
-        c.keeper.failures = (Failed(room=room, leg="decode", cause="peer_lost", detail="x"),)
-        c.keeper.push()
-        await eventually(lambda: bool(c.router.roster.failed(room)))
-        c["d0"].release.set()
-        answer = await task
-        assert (answer.status, answer.headers["x-pdctl-path"]) == (200, "d0")
-        assert 'cause="peer_lost",leg="decode"' in c.router.meter.text().decode()
 
 
 async def test_garbage_after_done_is_not_the_clients() -> None:

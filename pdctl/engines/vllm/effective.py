@@ -2,21 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pdctl.engines.declared import declared_positions
 
-from pdctl.topology.checkpoint import canonical_scaling
-
-
-def declared_positions(config: Any) -> dict[str, Any]:
-    """`Positions` as a dict from transformers' configuration object, as vLLM's models read it
-    (`rope_parameters`, into which transformers 5 also moves a top-level `rope_theta`)."""
-    table = dict(getattr(config, "rope_parameters", None) or {})
-    theta = table.get("rope_theta", getattr(config, "rope_theta", None))
-    return {
-        "rope_theta": None if theta is None else float(theta),
-        "scaling": canonical_scaling(table),
-        "max_positions": getattr(config, "max_position_embeddings", None),
-    }
+__all__ = ["declared_positions", "loaded_rope_theta"]
 
 
 def loaded_rope_theta() -> float | None:

@@ -1,0 +1,172 @@
+"""A replica's place in its cluster, held by the process that owns the KV memory, where the
+engine's HTTP server is another process.
+
+It attaches to the agent, opens the sender or the receiver, and reports Ready once that server
+answers.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Mapping
+from http.client import HTTPConnection, HTTPException
+from typing import Any
+
+import msgspec
+
+from pdctl.engines.attachment import Attachment
+from pdctl.engines.channel import Assignment, Effective, Failed, Ready
+from pdctl.engines.ends import open_ends
+from pdctl.handoff.arena import Bytes
+from pdctl.handoff.counters import CounterBoard, Counters
+from pdctl.handoff.receiver import Receiver
+from pdctl.handoff.sender import Sender
+from pdctl.topology.contract import Attention, Positions
+from pdctl.topology.model import ComputeDtype, Engine
+
+log = logging.getLogger("pdctl.engines")
+
+ATTACH_TIMEOUT_S = 20.0
+HTTP_POLL_S = 0.1
+HTTP_TIMEOUT_S = 5.0
+
+
+class Loaded(msgspec.Struct, frozen=True, kw_only=True):
+    """What the engine has really loaded, as far as it tells."""
+
+    engine_version: str
+    attention: Attention
+    positions: dict[str, Any]
+    compute_dtype: ComputeDtype
+    block_tokens: int
+
+
+class Session:
+    """`attach` first, then `open`; `close` last, in any state.
+
+    Args:
+        http_port: of the engine's HTTP server, on loopback.
+        served_path: answered there with 200 once it serves.
+        counters: what Polls are answered with; None: the board as it stands.
+
+    Raises:
+        UsageError: the process was not started by an agent.
+    """
+
+    def __init__(
+        self,
+        environment: Mapping[str, str],
+        http_port: int,
+        *,
+        engine: Engine,
+        served_path: str,
+        counters: Callable[[], Counters] | None = None,
+    ) -> None:
+        self.board = CounterBoard()
+        self.sender: Sender | None = None
+        self.receiver: Receiver | None = None
+        self._environment = environment
+        self._http_port = http_port
+        self._engine = engine
+        self._served_path = served_path
+        self._attachment = Attachment.from_environment(
+            environment, counters=counters or self.board.read, superseded=_leave
+        )
+        self._assigned: Assignment | None = None
+        self._closed = threading.Event()
+
+    @property
+    def assigned(self) -> Assignment:
+        assert self._assigned is not None, "attach() comes first"
+        return self._assigned
+
+    @property
+    def replica(self) -> str:
+        return self.assigned.replica
+
+    def attach(self) -> Assignment:
+        """Raises LaunchError when the agent refuses, or does not answer in time."""
+        self._assigned = self._attachment.open(ATTACH_TIMEOUT_S)
+        return self._assigned
+
+    def open(self, loaded: Loaded, memory: Callable[[int], Bytes] | None = None) -> None:
+        """Opens this role's end; Ready follows by itself.
+
+        Args:
+            memory: as `open_ends` takes it.
+
+        Raises:
+            PeerLost: the data port can't be listened on.
+        """
+        data_port = self._open_end(memory)
+        ready = self._ready(loaded, data_port)
+        threading.Thread(
+            target=self._announce, args=(ready,), name="pdctl-announce", daemon=True
+        ).start()
+
+    def report(self, failed: Failed) -> None:
+        self._attachment.failed(failed)
+
+    def close(self) -> None:
+        """Bounded; a failing step skips none of the next."""
+        self._closed.set()
+        ends = [end.close for end in (self.sender, self.receiver) if end is not None]
+        for step in (*ends, self._attachment.close):
+            try:
+                step()
+            # clean-up goes on; the process ends in any case
+            except Exception:
+                log.exception("a clean-up step failed")
+
+    def _open_end(self, memory: Callable[[int], Bytes] | None) -> int | None:
+        """The data port that now listens; None where this role does not send."""
+        self.sender, self.receiver = open_ends(
+            self.assigned, self.board, self.report, self._environment, memory
+        )
+        return self.sender.start() if self.sender is not None else None
+
+    def _ready(self, loaded: Loaded, data_port: int | None) -> Ready:
+        contract = self.assigned.contract
+        known = msgspec.to_builtins(contract.positions)
+        told = {k: v for k, v in loaded.positions.items() if v is not None or k == "scaling"}
+        return Ready(
+            engine=self._engine,
+            engine_version=loaded.engine_version,
+            effective=Effective(
+                attention=loaded.attention,
+                positions=msgspec.convert({**known, **told}, Positions),
+                compute_dtype=loaded.compute_dtype,
+            ),
+            http_port=self._http_port,
+            data_port=data_port,
+            terms={
+                "page_tokens": contract.page_tokens,
+                "block_tokens": loaded.block_tokens,
+                "transports": ["tcp"],
+            },
+        )
+
+    def _announce(self, ready: Ready) -> None:
+        while not self._closed.is_set():
+            if self._serves():
+                self._attachment.ready(ready)
+                log.info("replica=%s ready, role=%s", self.replica, self.assigned.role.value)
+                return
+            self._closed.wait(HTTP_POLL_S)
+
+    def _serves(self) -> bool:
+        connection = HTTPConnection("127.0.0.1", self._http_port, timeout=HTTP_TIMEOUT_S)
+        try:
+            connection.request("GET", self._served_path)
+            return connection.getresponse().status == 200
+        except (OSError, HTTPException):
+            return False
+        finally:
+            connection.close()
+
+
+def _leave() -> None:
+    log.error("the agent assigns something else now; ending")
+    os._exit(1)

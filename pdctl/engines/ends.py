@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from pdctl.engines.channel import Assignment, Failed
+from pdctl.handoff.arena import Bytes
 from pdctl.handoff.counters import CounterBoard
 from pdctl.handoff.identity import Identity
 from pdctl.handoff.page import PageGeometry
@@ -31,11 +32,13 @@ def open_ends(
     board: CounterBoard,
     tell: Callable[[Failed], None],
     environment: Mapping[str, str],
+    memory: Callable[[int], Bytes] | None = None,
 ) -> Ends:
     """Opens this role's end; a sender is not started yet.
 
     Args:
         tell: gets every failed handoff, from the handoff's own threads.
+        memory: makes what pages are sent from and pieces received into; None: ordinary memory.
 
     Raises:
         UsageError: the environment asks for a pacing that can't be.
@@ -59,6 +62,7 @@ def open_ends(
             timeout_s=timeout_s,
             board=board,
             on_failed=reporting("decode"),
+            memory=memory,
             transport=transport,
         )
         return Ends(receiver=receiver)
@@ -72,6 +76,7 @@ def open_ends(
         timeout_s=timeout_s,
         board=board,
         on_failed=reporting("prefill"),
+        memory=memory,
         transport=transport,
     )
     return Ends(sender=sender)

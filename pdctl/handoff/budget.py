@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 
 from pdctl.errors import BudgetExceeded, QueueFull
+from pdctl.handoff.arena import Arena, Bytes
 
 log = logging.getLogger("pdctl.handoff")
 
@@ -23,6 +24,8 @@ class Claim:
         self.on_granted = on_granted
         self.granted = False
         self.released = False
+        self.memory: Bytes | None = None
+        """Its bytes, where the budget has an arena; whoever takes them drops them here."""
 
     def release(self) -> None:
         """Leaves the queue, or gives the bytes back; the second time it does nothing.
@@ -39,6 +42,8 @@ class Budget:
 
     Args:
         total: bytes.
+        arena: makes the budget one of memory, too: a claim is granted with a run of it. An engine
+            may hold that run longer than the claim: `look_again` from time to time.
         changed: told (bytes used, waiters) at every change, in order; it must not block nor
             call back.
     """
@@ -48,10 +53,12 @@ class Budget:
         total: int,
         *,
         max_waiters: int = MAX_WAITERS,
+        arena: Arena | None = None,
         changed: Callable[[int, int], None] = lambda used, waiters: None,
     ) -> None:
         self.total = total
         self._max_waiters = max_waiters
+        self._arena = arena
         self._changed = changed
         self._lock = threading.Lock()
         self._used = 0
@@ -95,6 +102,7 @@ class Budget:
             if claim.released:
                 return
             claim.released = True
+            claim.memory = None
             if claim.granted:
                 self._used -= claim.size
             elif claim in self._waiting:
@@ -102,15 +110,29 @@ class Budget:
             granted = self._grant()
         self._tell(granted)
 
+    def look_again(self) -> None:
+        """Grants what fits by now, as `release` does."""
+        with self._lock:
+            granted = self._grant() if self._waiting else []
+        self._tell(granted)
+
     def _grant(self) -> list[Claim]:
         granted = []
-        while self._waiting and self._used + self._waiting[0].size <= self.total:
+        while self._waiting and self._fits(self._waiting[0]):
             claim = self._waiting.popleft()
             claim.granted = True
             self._used += claim.size
             granted.append(claim)
         self._changed(self._used, len(self._waiting))
         return granted
+
+    def _fits(self, claim: Claim) -> bool:
+        if self._used + claim.size > self.total:
+            return False
+        if self._arena is None:
+            return True
+        claim.memory = self._arena.take(claim.size)
+        return claim.memory is not None
 
     def _tell(self, granted: list[Claim]) -> None:
         for claim in granted:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from pdctl.errors import PeerLost
 from pdctl.handoff import wire
+from pdctl.handoff.arena import Bytes
 from pdctl.handoff.lease import Life
 from pdctl.handoff.page import PageGeometry
 from pdctl.handoff.transport.interface import Connection
@@ -18,12 +19,19 @@ PART_BYTES = 256 << 10
 class Link:
     """One thread reads; any thread sends: frames never mix.
 
+    Args:
+        memory: makes what pieces are received into; None: ordinary memory.
+
     `life.heard_at` follows every received byte and `life.spoke_at` every sent one, so that a
     slow piece is a sign of life from its first byte to its last (R5).
     """
 
     def __init__(
-        self, connection: Connection, geometry: PageGeometry, clock: Callable[[], float]
+        self,
+        connection: Connection,
+        geometry: PageGeometry,
+        clock: Callable[[], float],
+        memory: Callable[[int], Bytes] | None = None,
     ) -> None:
         self.connection = connection
         self.geometry = geometry
@@ -35,6 +43,7 @@ class Link:
         """When a byte of a page was last sent or received."""
         self.payload_bytes = 0
         """Of pages received, ever."""
+        self._memory = memory
         self._sending = threading.Lock()
         self._scratch: memoryview | None = None
         self._header = memoryview(bytearray(wire.HEADER_BYTES))
@@ -97,7 +106,8 @@ class Link:
     def read_piece(self, header: wire.Header) -> memoryview:
         """A piece, its checksum compared; valid until the next one is read."""
         if self._scratch is None:
-            self._scratch = memoryview(bytearray(self.geometry.page_bytes))
+            size = self.geometry.page_bytes
+            self._scratch = self._memory(size).data if self._memory else memoryview(bytearray(size))
         piece = self._scratch[: header.length]
         check, got = wire.PieceCheck(header), 0
         while got < header.length:

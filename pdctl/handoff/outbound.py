@@ -86,7 +86,7 @@ class Outbound(EndsOnce):
     # -- the engine's side ---------------------------------------------------------------
 
     def pages(self) -> Patterns:
-        """`[pages, layers, 2, page_tokens, kv_heads, head_dim]`, zeroed.
+        """`[pages, layers, 2, page_tokens, kv_heads, head_dim]`; slots past the prompt are zero.
 
         From `on_reserved` until the end. An array that the engine still holds after that is
         its own: it is never given to another prompt.
@@ -208,7 +208,7 @@ class Outbound(EndsOnce):
             if self.over:
                 return False
             self._machine.on(Event.RESERVE)
-            self._pages = self._geometry.empty(self.tokens)
+            self._pages = self._empty()
             self._progress()
             return True
 
@@ -237,6 +237,13 @@ class Outbound(EndsOnce):
         return pages.reshape(-1).view(np.uint8)[start : start + part.layers * size].data
 
     # -- inside --------------------------------------------------------------------------
+
+    def _empty(self) -> Patterns:
+        claim = self.claim
+        if claim is None or claim.memory is None:
+            return self._geometry.empty(self.tokens)
+        memory, claim.memory = claim.memory, None
+        return self._geometry.over(memory, self.tokens)
 
     def _progress(self) -> None:
         now = self._clock()

@@ -70,6 +70,12 @@ class PageGeometry(msgspec.Struct, frozen=True):
         """Zeroed pages for that many tokens: `[pages, *shape]`."""
         return np.zeros((self.pages_for(tokens), *self.shape), dtype=PATTERN)
 
+    def over(self, memory: NDArray[np.uint8], tokens: int) -> Patterns:
+        """Pages in memory of exactly their bytes; the slots past the last token are zero."""
+        pages = memory.view(PATTERN).reshape(self.pages_for(tokens), *self.shape)
+        pages[-1, :, :, (tokens - 1) % self.page_tokens + 1 :] = 0
+        return pages
+
 
 def pack(geometry: PageGeometry, keys: Sequence[Patterns], values: Sequence[Patterns]) -> Patterns:
     """Pages of a whole prompt.

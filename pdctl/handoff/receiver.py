@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Unpack
 
 from pdctl.errors import HandoffCancelled
+from pdctl.handoff.arena import Bytes
 from pdctl.handoff.ending import Common, ReplicaEnd
 from pdctl.handoff.handshake import answer
 from pdctl.handoff.identity import Identity, Leg, tokens_digest
@@ -32,14 +33,21 @@ class Receiver(ReplicaEnd):
     end with `close`. Any thread may call any method.
 
     Args:
+        memory: makes what pieces are received into, page-locked say; None: ordinary memory.
         common: as `ReplicaEnd` says; `timeout_s` is the default of legs, each brings its own,
             and `on_failed` is called before the failed handoff's `sink.abort`.
     """
 
     def __init__(
-        self, identity: Identity, geometry: PageGeometry, **common: Unpack[Common]
+        self,
+        identity: Identity,
+        geometry: PageGeometry,
+        *,
+        memory: Callable[[int], Bytes] | None = None,
+        **common: Unpack[Common],
     ) -> None:
         super().__init__(identity, geometry, **common)
+        self._memory = memory
         self._idle = IdleLinks(self._clock)
         self._lock = threading.Lock()
         self._active: set[Inbound] = set()
@@ -113,7 +121,7 @@ class Receiver(ReplicaEnd):
             return link
         patience_s = max(0.001, min(DIAL_S, inbound.remaining_s))
         connection = self._transport.dial(address, patience_s)
-        link = Link(connection, self._geometry, self._clock)
+        link = Link(connection, self._geometry, self._clock, self._memory)
         self._hand_over(inbound, link)
         answer(link, self._identity.key)
         return link

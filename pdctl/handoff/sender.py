@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Unpack
 
 from pdctl.errors import BudgetExceeded, HandoffCancelled, HandoffError, PeerLost
+from pdctl.handoff.arena import Arena, Bytes
 from pdctl.handoff.budget import Budget
 from pdctl.handoff.ending import Common, ReplicaEnd
 from pdctl.handoff.identity import Identity, Leg, tokens_digest
@@ -43,6 +44,7 @@ class Sender(ReplicaEnd):
     Args:
         listen: host and port; port 0 picks one.
         budget_bytes: for the pages of all prompts that are reserved at a time.
+        memory: makes all of these at once, page-locked say; None: as they are asked for.
         common: as `ReplicaEnd` says; `timeout_s` bounds how long a Hello waits for its prompt,
             and `on_failed` is called before the failed handoff's `on_settled`.
     """
@@ -54,11 +56,13 @@ class Sender(ReplicaEnd):
         *,
         listen: tuple[str, int],
         budget_bytes: int,
+        memory: Callable[[int], Bytes] | None = None,
         **common: Unpack[Common],
     ) -> None:
         super().__init__(identity, geometry, **common)
         self._address = listen
-        self._budget = Budget(budget_bytes, changed=self._count_budget)
+        arena = None if memory is None else Arena(memory(budget_bytes))
+        self._budget = Budget(budget_bytes, arena=arena, changed=self._count_budget)
         self._rooms = Rooms()
         awaited_s = min(AWAITED_S, self._timeout_s)
         self._terms = Terms(identity, self._rooms, awaited_s, self._forget)
@@ -152,6 +156,7 @@ class Sender(ReplicaEnd):
         open_rooms = self._rooms.open()
         for outbound in open_rooms:
             outbound.check(now)
+        self._budget.look_again()
         return bool(open_rooms) or any(serving.busy for serving in servings)
 
     def _idle_rooms(self) -> dict[int, float]:

@@ -21,8 +21,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from pdctl.engines.vllm.blocks import open_blocks
 from pdctl.engines.vllm.effective import declared_positions, loaded_rope_theta
-from pdctl.engines.vllm.layout import CpuBlocks
+from pdctl.engines.vllm.interface import Blocks
 from pdctl.engines.vllm.probe import engine_version
 from pdctl.engines.vllm.scheduling import SchedulerHalf
 from pdctl.engines.vllm.session import Loaded, Session
@@ -57,6 +58,7 @@ class PdctlConnector(KVConnectorBase_V1):  # type: ignore[misc]
         logging.getLogger("pdctl").setLevel(logging.INFO)
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
+        self._blocks: Blocks | None = None
         self._session: Session | None = None
         self._notices: list[Notice] = []
         self._lost: set[int] = set()
@@ -89,10 +91,11 @@ class PdctlConnector(KVConnectorBase_V1):  # type: ignore[misc]
         assigned = session.attach()
         geometry = PageGeometry.of(assigned.contract)
         try:
-            blocks = CpuBlocks(kv_caches, geometry)
+            blocks = open_blocks(kv_caches, geometry, config)
         except ValueError as error:
             raise LaunchError(f"vLLM's KV memory can't be converted: {error}") from error
-        session.open(_loaded(config, kv_caches, blocks.block_tokens))
+        self._blocks = blocks
+        session.open(_loaded(config, kv_caches, blocks.block_tokens), blocks.page_memory)
         self._worker = WorkerHalf(session, blocks)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
@@ -134,6 +137,8 @@ class PdctlConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def shutdown(self) -> None:
         if self._session is not None:
             self._session.close()
+        if self._blocks is not None:
+            self._blocks.close()
 
     @property
     def _step(self) -> Step:

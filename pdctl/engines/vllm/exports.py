@@ -27,8 +27,7 @@ class Exports:
     def begin(self, taking: Taking) -> None:
         """Before the forward."""
         self._taking, self._next = taking, 0
-        if taking:
-            self._attempt(lambda: self._blocks.begin_step([span for _, span in taking]))
+        self._attempt(lambda: self._blocks.begin_step([span for _, span in taking]))
 
     def saved(self, name: str) -> None:
         """Inside the forward: that layer stands in the blocks. One that comes out of turn, and

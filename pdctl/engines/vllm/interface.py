@@ -7,6 +7,7 @@ from typing import Protocol
 
 import msgspec
 
+from pdctl.handoff.arena import Bytes
 from pdctl.handoff.page import Patterns
 
 
@@ -22,7 +23,7 @@ class Span(msgspec.Struct, frozen=True):
 
 
 class Blocks(Protocol):
-    """One engine's KV memory: `layout.py` on a CPU.
+    """One engine's KV memory: `layout.py` on a CPU, `cuda.py` on an NVIDIA GPU.
 
     A step is `begin_step`, then `gather` of each layer, in order. Reading and writing may run
     on different threads for different blocks; vLLM gives no block to another request before
@@ -36,9 +37,15 @@ class Blocks(Protocol):
         """Layers, as vLLM calls them, in the model's order."""
         ...
 
+    @property
+    def page_memory(self) -> Callable[[int], Bytes] | None:
+        """Makes the memory that pages and pieces should lie in; None: any will do."""
+        ...
+
     def begin_step(self, spans: Sequence[Span]) -> None:
-        """Worker thread, before the forward: all that one step's copies need but the layer is
-        prepared here."""
+        """Worker thread, before every forward, also where there is nothing to copy: all that one
+        step's copies need but the layer is prepared here. What the forward overwrites has been
+        copied by then (R10)."""
         ...
 
     def gather(self, layer: int, landed: Callable[[], None]) -> None:
@@ -49,6 +56,11 @@ class Blocks(Protocol):
             landed: called once the layer stands in the pages of every span; once, on any
                 thread, in the layers' order.
         """
+        ...
+
+    def fence(self) -> None:
+        """Worker thread, when a request was given blocks to be written: their former owner's
+        last forward may still be under way, and comes before every `write` that follows."""
         ...
 
     def write(
@@ -66,4 +78,8 @@ class Blocks(Protocol):
     def flush(self) -> None:
         """What this thread has written stands in the blocks for every forward that is begun
         after the return."""
+        ...
+
+    def close(self) -> None:
+        """Ends what runs beside the engine; bounded."""
         ...

@@ -55,6 +55,8 @@ class _Copy:
 class CpuBlocks:
     """One engine's registered KV memory on a CPU (`interface.Blocks`)."""
 
+    page_memory = None
+
     def __init__(self, caches: Mapping[str, torch.Tensor], pages: PageGeometry) -> None:
         """Raises ValueError where the memory is not laid out as the module says."""
         self.names = in_order(caches)
@@ -84,8 +86,14 @@ class CpuBlocks:
             self._copies = []
         landed()
 
+    def fence(self) -> None:
+        """Nothing is under way once a forward has returned."""
+
     def flush(self) -> None:
         """Nothing is under way once `write` has returned."""
+
+    def close(self) -> None:
+        """Nothing runs."""
 
     def write(
         self, blocks: Sequence[int], start: int, stop: int, first_layer: int, piece: Patterns

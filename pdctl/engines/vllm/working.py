@@ -134,6 +134,8 @@ class WorkerHalf:
         self.failed(begin.request_id)
 
     def _place(self, place: Place) -> None:
+        if place.private:
+            self._blocks.fence()
         self._decode[place.request_id].place(place.blocks, place.held_tokens, place.private)
 
     def _doomed(self, doom: Doom) -> None:

@@ -111,12 +111,13 @@ def test_a_layer_that_is_named_twice_is_copied_once(memory: Memory, exports: Exp
 
 
 def test_a_step_that_exports_nothing_touches_nothing(memory: Memory, exports: Exports) -> None:
-    """A decode step costs a prefill replica nothing."""
+    """A step without a prompt's positions is only said to begin: what it overwrites has been read
+    by then (R10)."""
     exports.begin([])
     for name in NAMES:
         exports.saved(name)
     exports.finish()
-    assert (memory.begun, memory.gathered) == ([], [])
+    assert (memory.begun, memory.gathered) == ([0], [])
 
 
 def test_layers_may_land_after_the_step(memory: Memory, exports: Exports) -> None:

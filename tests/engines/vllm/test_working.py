@@ -33,11 +33,12 @@ class Memory:
     """Blocks of 32 tokens, as bit patterns; `[block][layer][K, V][token][head][dim]`."""
 
     block_tokens = BLOCK
+    page_memory = None
     names: ClassVar = ["model.layers.0.attn", "model.layers.1.attn"]
 
     def __init__(self, seed: int) -> None:
         self.spans: Sequence[Span] = ()
-        self.flushed = 0
+        self.flushed = self.fenced = 0
         self.breaks = False
         shape = (32, GEOMETRY.layers, 2, BLOCK, GEOMETRY.kv_heads, GEOMETRY.head_dim)
         self.cells = np.random.default_rng(seed).integers(1, 9999, shape).astype(np.uint16)
@@ -56,6 +57,12 @@ class Memory:
         self.flushed += 1
         if self.breaks:
             raise RuntimeError("the device is gone")
+
+    def fence(self) -> None:
+        self.fenced += 1
+
+    def close(self) -> None:
+        return
 
     def write(
         self, blocks: Sequence[int], start: int, stop: int, first_layer: int, piece: Patterns
@@ -230,7 +237,7 @@ def test_blocks_that_cannot_be_flushed_are_given_back_as_lost(
     d.step(place=[Place(request_id="r", blocks=[5, 6, 7], held_tokens=0, private=[6, 7])])
     p.step(export=[Export(request_id="r", blocks=[1, 2, 3], positions=70)])
     d.until(lambda: d.loaded == {"r"})
-    assert d.lost == {6, 7}
+    assert (d.memory.fenced, d.lost) == (1, {6, 7})
     p.until(lambda: p.session.board.read().handoffs_active == 0)
     assert p.session.board.read().handoffs_failed == 1
 

@@ -1,0 +1,169 @@
+"""vLLM's KV memory on an NVIDIA GPU, and the copies between its blocks and pages.
+
+Copies run on a stream of their own. Out of the blocks, several layers at a time: enqueued inside
+the forward pass once it has enqueued those layers, landed in page-locked pages while it computes
+the next. Into the blocks, piece by piece, as they arrive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from pdctl.engines.vllm.cuda_copies import Copies
+from pdctl.engines.vllm.cuda_layout import Backend, layout_of
+from pdctl.engines.vllm.cuda_stream import Landings, Mark, SideStream
+from pdctl.engines.vllm.interface import Span
+from pdctl.engines.vllm.layout import PAGE_DTYPES, in_order
+from pdctl.engines.vllm.page_locked import page_locked
+from pdctl.handoff.page import PATTERN, PageGeometry, Patterns
+from pdctl.topology.model import Dtype
+
+GROUP_BYTES = 4 << 20
+"""Layers leave together until they have that many bytes: a launch costs the worker thread about
+40 µs, whatever it copies, and each landing is a sweep of small pieces over every page."""
+
+
+@dataclass
+class _Step:
+    """What one step copies. It lives until the last of it has landed: the GPU writes the spans'
+    pages and reads the table."""
+
+    spans: Sequence[Span]
+    table: torch.Tensor
+    first: int = 0
+    """Of the layers that are not enqueued yet."""
+    waiting_bytes: int = 0
+    calls: list[Callable[[], None]] = field(default_factory=list)
+
+
+class CudaBlocks:
+    """One engine's registered KV memory on a GPU (`interface.Blocks`).
+
+    Args:
+        block_tokens: vLLM's block size.
+        memory: makes page-locked memory; pages and pieces that lie in other memory are refused
+            or copied once more.
+    """
+
+    def __init__(
+        self,
+        caches: Mapping[str, torch.Tensor],
+        pages: PageGeometry,
+        backend: Backend,
+        block_tokens: int,
+        *,
+        side: SideStream | None = None,
+        memory: Callable[[int], NDArray[np.uint8]] = page_locked,
+    ) -> None:
+        """Raises ValueError where the memory is laid out as pdctl does not know."""
+        self.names = in_order(caches)
+        self.layers = [caches[name] for name in self.names]
+        self.block_tokens = block_tokens
+        first = self.layers[0]
+        self.compute_dtype = first.dtype
+        self.page_memory = memory
+        self.layout = layout_of(backend, self.layers, pages, block_tokens)
+        self._backend = backend
+        self._pages = pages
+        self._copies = Copies(self.layout, pages, first.dtype, PAGE_DTYPES[Dtype(pages.dtype)])
+        self._device = first.device
+        self._bases = torch.tensor([m.data_ptr() for m in self.layers]).to(first.device)
+        self._side = side or SideStream(first.device)
+        self._landings = Landings()
+        self._layer_token_bytes = pages.layer_bytes // pages.page_tokens
+        self._step = _Step((), self._bases)
+        self._last: Mark | None = None
+
+    def over(self, caches: Mapping[str, torch.Tensor]) -> CudaBlocks:
+        """The same copies, of other memory that is laid out alike."""
+        return CudaBlocks(
+            caches,
+            self._pages,
+            self._backend,
+            self.block_tokens,
+            side=self._side,
+            memory=self.page_memory,
+        )
+
+    def close(self) -> None:
+        """Bounded: what is under way lands first."""
+        self._landings.close()
+
+    # -- out of the blocks
+
+    def begin_step(self, spans: Sequence[Span]) -> None:
+        if self._last is not None:
+            self._side.hold_model(self._last)
+            self._last = None
+        if spans:
+            rows = [self._rows(s.blocks, s.start, s.stop, s.pages) for s in spans]
+            self._step = _Step(spans, self._table(np.concatenate(rows, axis=1)))
+
+    def gather(self, layer: int, landed: Callable[[], None]) -> None:
+        step, first = self._step, self._step.first
+        step.calls.append(landed)
+        step.waiting_bytes += step.table.shape[1] * self._layer_token_bytes
+        last = layer + 1 == len(self.layers)
+        if step.waiting_bytes < GROUP_BYTES and not last:
+            return
+        bases = self._bases[first : layer + 1]
+        mark = self._side.after_model(lambda: self._copies.to_pages(bases, step.table, first))
+        self._landings.add(mark, step.calls, step)
+        self._last, step.first, step.calls, step.waiting_bytes = mark, layer + 1, [], 0
+        if last:
+            # the pages are their handoffs' alone once they have landed
+            self._step = _Step((), self._bases)
+
+    # -- into the blocks
+
+    def fence(self) -> None:
+        self._side.hold_side()
+
+    def write(
+        self, blocks: Sequence[int], start: int, stop: int, first_layer: int, piece: Patterns
+    ) -> None:
+        source = self._locked(piece)
+        page = start // self._pages.page_tokens
+        rows = self._rows(blocks, start, stop, source[None], first_page=page)
+        bases = self._bases[first_layer : first_layer + len(piece)]
+        table = self._table(rows)
+        self._side.run(lambda: self._copies.from_pages(bases, table)).synchronize()
+
+    def flush(self) -> None:
+        """Nothing is under way once `write` has returned."""
+
+    # -- inside
+
+    def _rows(
+        self,
+        blocks: Sequence[int],
+        start: int,
+        stop: int,
+        pages: Patterns,
+        first_page: int = 0,
+    ) -> NDArray[np.int64]:
+        """The kernel's table for positions [start, stop) and the pages from `first_page` on."""
+        at = np.arange(start, stop)
+        block = np.asarray(blocks, dtype=np.int64)[at // self.block_tokens]
+        place = self.layout.place(block * self.block_tokens + at % self.block_tokens)
+        page, slot = at // self._pages.page_tokens - first_page, at % self._pages.page_tokens
+        address = pages.ctypes.data + page * pages.strides[0] + slot * pages.strides[3]
+        return np.stack([self._copies.places(place), address])
+
+    def _table(self, rows: NDArray[np.int64]) -> torch.Tensor:
+        """Read by the GPU where it lies: a copy to the device would wait for the model."""
+        table = torch.from_numpy(rows)
+        return table if self._device.type == "cpu" else table.pin_memory()
+
+    def _locked(self, piece: Patterns) -> Patterns:
+        """The piece, in memory that the GPU reads."""
+        if self._device.type == "cpu" or torch.from_numpy(piece.view(np.int16)).is_pinned():
+            return piece
+        copy = self.page_memory(piece.nbytes).view(PATTERN).reshape(piece.shape)
+        copy[:] = piece
+        return copy

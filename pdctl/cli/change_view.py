@@ -43,9 +43,8 @@ async def stands(state: StateDir, record: ClusterRecord) -> bool:
 
 def change(state: StateDir, record: ClusterRecord, path: Path, *, wait_s: float) -> None:
     """Brings a running cluster to what its file says now. The caller holds the lock."""
-    ports = frozenset().union(*(record.ports(host) for host in record.plan.agent_ports))
     with render.steps() as watcher:
-        checked = validate(path, watcher=watcher, own_ports=ports, kept=record.plan)
+        checked = validate(path, watcher=watcher, kept=record.plan)
     render.show_diagnostics(checked.report)
     if not checked.report.valid or checked.topology is None:
         raise typer.Exit(checked.report.exit_code)

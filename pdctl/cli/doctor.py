@@ -15,7 +15,7 @@ from pdctl.runtime.checks.doctor import diagnose, exit_code, of_bad_file
 from pdctl.runtime.checks.findings import Findings, HostFound, PairFound
 from pdctl.runtime.checks.ground import Ground
 from pdctl.runtime.checks.validation import check_file
-from pdctl.runtime.cluster.state import own_plan, own_ports, running
+from pdctl.runtime.cluster.state import own_plan, running
 from pdctl.runtime.hosts.reach import Hosts
 from pdctl.topology.diagnostics import Diagnostic, Report
 from pdctl.topology.load import read
@@ -40,7 +40,7 @@ def doctor(
         _tell(of_bad_file(report, declared.name if declared else None), as_json=as_json)
         raise typer.Exit(report.exit_code)
     with render.steps() as watcher, Hosts(declared.hosts) as hosts:
-        ground = Ground(declared, hosts, watcher, own_ports=asked.own_ports, kept=asked.kept)
+        ground = Ground(declared, hosts, watcher, kept=asked.kept)
         findings = diagnose(ground, asked.found)
     _tell(findings, as_json=as_json)
     raise typer.Exit(exit_code(findings))
@@ -51,7 +51,6 @@ class Asked(NamedTuple):
 
     topology: Topology | None
     found: list[Diagnostic]
-    own_ports: frozenset[int]
     kept: Plan | None
 
 
@@ -59,10 +58,9 @@ def _asked(target: str) -> Asked:
     path = Path(target).expanduser()
     if path.is_file() or os.sep in target or path.suffix:
         draft = read(path)
-        return Asked(draft.topology, check_file(draft, None), own_ports(path), own_plan(path))
+        return Asked(draft.topology, check_file(draft, None), own_plan(path))
     _, record = running(target)
-    ports = frozenset[int]().union(*(record.ports(host) for host in record.plan.agent_ports))
-    return Asked(record.topology, [], ports, record.plan)
+    return Asked(record.topology, [], record.plan)
 
 
 def _tell(findings: Findings, *, as_json: bool) -> None:

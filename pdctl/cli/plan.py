@@ -16,7 +16,7 @@ from pdctl.runtime.agent.outpost import forwards_to
 from pdctl.runtime.checks.outcome import Validation
 from pdctl.runtime.checks.validation import validate as run
 from pdctl.runtime.cluster.placement import agent_command
-from pdctl.runtime.cluster.state import own_plan, own_ports
+from pdctl.runtime.cluster.state import own_plan
 from pdctl.runtime.hosts.ssh import far_end_argv
 from pdctl.topology.model import Topology
 from pdctl.topology.plan import Plan
@@ -39,7 +39,6 @@ def plan(
             topology,
             offline=offline,
             watcher=watcher,
-            own_ports=own_ports(topology),
             kept=own_plan(topology),
         )
     if not as_json or not outcome.report.valid:

@@ -23,14 +23,13 @@ def validate(
     reported, each with a hint; `pdctl up` does the same and starts nothing where there is one."""
     from pdctl.cli import render
     from pdctl.runtime.checks.validation import validate as run
-    from pdctl.runtime.cluster.state import own_plan, own_ports
+    from pdctl.runtime.cluster.state import own_plan
 
     with render.steps() as watcher:
         outcome = run(
             topology,
             offline=offline,
             watcher=watcher,
-            own_ports=own_ports(topology),
             kept=own_plan(topology),
         )
     report = outcome.report

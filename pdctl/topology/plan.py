@@ -12,6 +12,7 @@ import msgspec
 
 from pdctl.errors import HostError
 from pdctl.topology.contract import Contract
+from pdctl.topology.fields import split_address
 from pdctl.topology.model import (
     ComputeDtype,
     Dtype,
@@ -90,6 +91,18 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             if replica.name == name:
                 return replica
         raise KeyError(name)
+
+    def ports(self, host: str) -> frozenset[int]:
+        """Every port that something of the cluster listens on at this host."""
+        found = {self.agent_ports.get(host, 0)}
+        if self.router_host == host:
+            found.add(split_address(self.router_bind)[1])
+        for replica in self.replicas:
+            if replica.host == host:
+                found |= {replica.http_port, replica.data_port or 0, replica.side_port or 0}
+            elif self.router_host == host:
+                found.add(replica.route_port or 0)
+        return frozenset(found - {0})
 
 
 FIRST_PORT, LAST_PORT = 20_000, 29_999

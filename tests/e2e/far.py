@@ -211,7 +211,7 @@ def _kind(words: list[str]) -> str | None:
 
 def gone_wrong(record: ClusterRecord) -> Iterator[str]:
     """After `down`: what of the cluster is still to be found, a sentence each."""
-    ports = {port for host in HOSTS for port in record.ports(host)}
+    ports = {port for host in HOSTS for port in record.plan.ports(host)}
     for connection in psutil.net_connections("tcp"):
         if connection.status == psutil.CONN_LISTEN and connection.laddr.port in ports:
             yield f"port {connection.laddr.port} listens"

@@ -115,7 +115,7 @@ class OverSsh(Cluster):
         with suppress(AssertionError):
             self.wait("no process of it", lambda: not processes(self.far, record), LEFT_S)
         assert processes(self.far, record) == []
-        ports = {port for host in record.plan.agent_ports for port in record.ports(host)}
+        ports = {port for host in record.plan.agent_ports for port in record.plan.ports(host)}
         for inside in ((), *(machine.inside for machine in self.far)):
             assert listening(ports, inside) == []
         assert not Path(record.socket_dir).exists()

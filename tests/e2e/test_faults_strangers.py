@@ -143,7 +143,7 @@ def open_ports(far: FarCluster) -> dict[tuple[str, int], str]:
     """Everything that the cluster listens on: address → what it is."""
     record = far.record()
     found = {far.link.target: "data"}
-    for port in {port for host in HOSTS for port in record.ports(host)}:
+    for port in {port for host in HOSTS for port in record.plan.ports(host)}:
         if port != far.data_port:
             found["127.0.0.1", port] = "loopback"
     return found

@@ -84,6 +84,17 @@ def test_the_data_host_is_loopback_unless_a_peer_is_elsewhere() -> None:
     assert derive(topology(own)).agent_ports.keys() == {"local", "b"}
 
 
+def test_ports_belong_to_the_host_that_listens_on_them() -> None:
+    """The router's host has its bind and the near ends of the routes to other hosts."""
+    apart = edited('name = "d0"', 'name = "d0"\nhost = "b"') + "[hosts.b]\n[hosts.local]\n"
+    plan = derive(topology(apart))
+    p0, d0 = plan.replica("p0"), plan.replica("d0")
+    near = {8000, plan.agent_ports["local"], p0.http_port, p0.data_port, d0.route_port}
+    assert plan.ports("local") == near
+    assert plan.ports("b") == {plan.agent_ports["b"], d0.http_port}
+    assert plan.ports("elsewhere") == frozenset()
+
+
 def test_compute_dtype_defaults_to_the_pages() -> None:
     text = edited('name = "d0"', 'name = "d0"\ncompute_dtype = "float32"')
     plan = derive(topology(text))

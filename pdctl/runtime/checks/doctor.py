@@ -57,8 +57,7 @@ def diagnose(ground: Ground, warnings: list[Diagnostic]) -> Findings:
     ports: dict[str, tuple[PortFound, ...]] = {}
     try:
         listening = network.listening(ground)
-        busy = {name: taken - ground.own_ports for name, taken in listening.items()}
-        plan = derive(topology, busy=busy, kept=ground.kept)
+        plan = derive(topology, busy=network.busy(ground, listening), kept=ground.kept)
     except PdctlError as error:
         found.append(Diagnostic(code="host.ports", summary=error.message, hint=error.hint))
     else:
@@ -72,7 +71,7 @@ def diagnose(ground: Ground, warnings: list[Diagnostic]) -> Findings:
     return Findings(
         cluster=topology.name,
         fit=report.valid,
-        running=bool(ground.own_ports),
+        running=ground.kept is not None,
         encrypt=topology.handoff.encrypt,
         data_plane=_data_plane(topology.handoff.encrypt),
         hosts=tuple(hosts),
@@ -142,7 +141,7 @@ def _ports(
     found = []
     for binding in wanted_bindings(plan, host):
         address, port = binding.address
-        state = "own" if port in ground.own_ports else "free"
+        state = "own" if port in ground.own_ports(host) else "free"
         if any(d.summary.startswith(f"{binding.subject}: ") for d in closed):
             state = "closed"
         found.append(PortFound(subject=binding.subject, address=address, port=port, state=state))
@@ -182,10 +181,11 @@ def _beside(
     ground: Ground, trial: links.Trial, plan: Plan, listening: Mapping[str, frozenset[int]]
 ) -> links.Trial:
     """At a free port near the data port, where the running cluster has that one itself."""
-    if trial.port not in ground.own_ports:
+    if not links.is_own(ground, trial):
         return trial
+    host = trial.sender.host
     planned = {r.data_port for r in plan.replicas} | {r.http_port for r in plan.replicas}
-    taken = listening.get(trial.sender.host, frozenset()) | planned | ground.own_ports
+    taken = listening.get(host, frozenset()) | planned | ground.own_ports(host)
     last = min(trial.port + PORTS_BESIDE, 65535)
     free = [port for port in range(trial.port + 1, last + 1) if port not in taken]
     return msgspec.structs.replace(trial, port=free[0]) if free else trial

@@ -29,7 +29,6 @@ class Ground:
 
     Args:
         hosts: may connect at first use.
-        own_ports: ports that this very cluster listens on now.
         kept: this very cluster's plan, where it runs.
     """
 
@@ -39,12 +38,10 @@ class Ground:
         hosts: Mapping[str, RuntimeHost],
         watcher: Watcher,
         *,
-        own_ports: frozenset[int] = frozenset(),
         kept: Plan | None = None,
     ) -> None:
         self.topology = topology
         self.watcher = watcher
-        self.own_ports = own_ports
         self.kept = kept
         used = {topology.router.host, *(r.host for r in topology.replicas)}
         self.hosts = {name: hosts[name] for name in topology.hosts if name in used}
@@ -55,6 +52,10 @@ class Ground:
     def reached(self) -> tuple[str, ...]:
         """Hosts in use that are not lost, in the file's order."""
         return tuple(name for name in self.hosts if name not in self.lost)
+
+    def own_ports(self, host: str) -> frozenset[int]:
+        """What this very cluster listens on there now; its number elsewhere is somebody else's."""
+        return self.kept.ports(host) if self.kept is not None else frozenset()
 
     def is_far(self, name: str) -> bool:
         """False for a host that is not declared, too."""

@@ -64,13 +64,18 @@ def check_links(
     trials = [
         trial
         for trial in trials_of(plan)
-        if trial.is_far and trial.port not in ground.own_ports and trial.sender.name not in unfit
+        if trial.is_far and not is_own(ground, trial) and trial.sender.name not in unfit
     ]
     return [
         refusal(ground, tried)
         for tried in try_links(ground, trials)
         if tried.dialled.error is not None
     ]
+
+
+def is_own(ground: Ground, trial: Trial) -> bool:
+    """Whether this very cluster, which runs, listens there itself."""
+    return trial.port in ground.own_ports(trial.sender.host)
 
 
 def try_links(ground: Ground, trials: Iterable[Trial]) -> list[Tried]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from pdctl.runtime.checks.ground import Ground
 from pdctl.runtime.machine.ports import wanted_bindings
@@ -15,9 +15,9 @@ def listening(ground: Ground) -> dict[str, frozenset[int]]:
     return ground.ask(None, lambda host: frozenset(one.port for one in host.survey.listeners()))
 
 
-def busy(ground: Ground) -> dict[str, frozenset[int]]:
-    """As `listening`, but for what this very cluster has itself."""
-    return {name: ports - ground.own_ports for name, ports in listening(ground).items()}
+def busy(ground: Ground, listening: Mapping[str, frozenset[int]]) -> dict[str, frozenset[int]]:
+    """What somebody else than this very cluster listens on, of what is listened on."""
+    return {name: ports - ground.own_ports(name) for name, ports in listening.items()}
 
 
 def check_ports(ground: Ground, plan: Plan) -> list[Diagnostic]:
@@ -25,7 +25,7 @@ def check_ports(ground: Ground, plan: Plan) -> list[Diagnostic]:
     answers = ground.ask(
         "checking ports",
         lambda host: host.survey.bindings(
-            wanted_bindings(plan, host.name, own_ports=ground.own_ports)
+            wanted_bindings(plan, host.name, own_ports=ground.own_ports(host.name))
         ),
     )
     return [ground.at_host(d, name) for name, problems in answers.items() for d in problems]

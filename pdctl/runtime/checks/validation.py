@@ -25,7 +25,7 @@ from pdctl.runtime.checks.room import check_room
 from pdctl.runtime.checks.routes import check_routes
 from pdctl.runtime.hosts.interface import RuntimeHost
 from pdctl.runtime.hosts.reach import Hosts
-from pdctl.topology import limits, rules
+from pdctl.topology import rules
 from pdctl.topology.contract import Contract
 from pdctl.topology.diagnostics import Diagnostic, Report, Severity
 from pdctl.topology.differences import explain_all
@@ -46,7 +46,6 @@ def validate(
     environ: Mapping[str, str] | None = None,
     reach: Reach = Hosts,
     watcher: Watcher | None = None,
-    own_ports: frozenset[int] = frozenset(),
     kept: Plan | None = None,
 ) -> Validation:
     """Validates a topology file; never raises for what it finds. Every connection that it
@@ -56,8 +55,8 @@ def validate(
         offline: the file alone; no host is touched, and no checkpoint is read.
         environ: the launching process's environment; its own by default.
         reach: how to get to the hosts.
-        own_ports: ports that this very cluster listens on now, which are no clash.
-        kept: this very cluster's plan, where it runs: what stays keeps its ports.
+        kept: this very cluster's plan, where it runs: what stays keeps its ports, and none of
+            them is a clash.
     """
     draft = read(path)
     found = check_file(draft, os.environ if environ is None else environ)
@@ -69,7 +68,7 @@ def validate(
         plan = derive(topology, kept=kept) if topology else None
         return Validation(report=report, topology=topology, plan=plan)
     with reach(draft.topology.hosts) as hosts:
-        ground = Ground(draft.topology, hosts, watcher or Silent(), own_ports=own_ports, kept=kept)
+        ground = Ground(draft.topology, hosts, watcher or Silent(), kept=kept)
         return examine(ground, found)
 
 
@@ -82,8 +81,7 @@ def check_file(draft: Draft, environ: Mapping[str, str] | None) -> list[Diagnost
         return found
     found += rules.check(topology, partial=draft.partial)
     for index, replica in enumerate(topology.replicas):
-        if replica.engine in limits.SERVED_ENGINES:
-            found += [_placed(d, index) for d in spec_for(replica.engine).check(replica)]
+        found += [_placed(d, index) for d in spec_for(replica.engine).check(replica)]
     return found if environ is None else found + rules.check_environment(topology, environ)
 
 
@@ -114,7 +112,7 @@ def examine(ground: Ground, found: list[Diagnostic]) -> Validation:
         if contract is not None:
             problems += rules.check_buffer(topology, contract)
         try:
-            busy = network.busy(ground)
+            busy = network.busy(ground, network.listening(ground))
             plan = derive(topology, contract, busy=busy, kept=ground.kept)
         except PdctlError as error:
             problems.append(Diagnostic(code="host.ports", summary=error.message, hint=error.hint))

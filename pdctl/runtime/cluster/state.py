@@ -28,7 +28,7 @@ from pdctl.runtime.hosts.interface import Mark
 from pdctl.runtime.hosts.local import LocalHost
 from pdctl.runtime.machine.folders import state_home
 from pdctl.topology.contract import Contract
-from pdctl.topology.fields import NAME, split_address
+from pdctl.topology.fields import NAME
 from pdctl.topology.model import Topology
 from pdctl.topology.plan import Plan
 
@@ -68,19 +68,6 @@ class ClusterRecord(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def socket_dir(self) -> str:
         return f"/tmp/pdctl-{os.getuid()}/{self.run[:8]}"
-
-    def ports(self, host: str) -> frozenset[int]:
-        """Every port that the plan gives to this host."""
-        plan = self.plan
-        found = {plan.agent_ports[host]}
-        if plan.router_host == host:
-            found.add(split_address(plan.router_bind)[1])
-        for replica in plan.replicas:
-            if replica.host == host:
-                found |= {replica.http_port, replica.data_port or 0, replica.side_port or 0}
-            elif plan.router_host == host:
-                found.add(replica.route_port or 0)
-        return frozenset(found - {0})
 
 
 class StateDir:
@@ -183,18 +170,9 @@ def clusters() -> list[StateDir]:
     return [StateDir(p.parent) for p in sorted(state_home().glob("*/cluster.json"))]
 
 
-def own_ports(topology: str | os.PathLike[str]) -> frozenset[int]:
-    """Ports that the very cluster of this file listens on now: to `validate` and `plan` they
-    are no clash. Empty where it does not run, or can't be read."""
-    with contextlib.suppress(PdctlError, OSError):
-        record = StateDir.of(declared_name(Path(topology).expanduser())).read()
-        if record is not None:
-            return frozenset().union(*(record.ports(host) for host in record.plan.agent_ports))
-    return frozenset()
-
-
 def own_plan(topology: str | os.PathLike[str]) -> Plan | None:
-    """The plan of the very cluster of this file; None as `own_ports` is empty."""
+    """The plan of the very cluster of this file, whose ports are no clash to `validate` and
+    `plan`. None where it does not run, or can't be read."""
     with contextlib.suppress(PdctlError, OSError):
         record = StateDir.of(declared_name(Path(topology).expanduser())).read()
         return record.plan if record is not None else None

@@ -225,7 +225,7 @@ class _Ending:
 async def _listening(record: ClusterRecord, host: RuntimeHost) -> list[str]:
     """Ports of the plan that a process younger than the cluster listens on; a closed socket
     may take a moment to go."""
-    wanted = record.ports(host.name)
+    wanted = record.plan.ports(host.name)
     until_s = monotonic_s() + PORTS_S
     while True:
         busy = [

@@ -21,6 +21,7 @@ from pdctl.runtime.checks.findings import Findings
 from pdctl.runtime.checks.ground import Ground
 from pdctl.runtime.checks.outcome import Silent
 from pdctl.topology.load import loads
+from pdctl.topology.plan import derive
 
 
 @pytest.fixture(scope="module")
@@ -90,10 +91,11 @@ Examine = Callable[..., Findings]
 
 @pytest.fixture
 def examine(fleet: Fleet) -> Examine:
-    def run(text: str, *, own: frozenset[int] = frozenset(), busy: bool = False) -> Findings:
+    def run(text: str, *, runs: bool = False, busy: bool = False) -> Findings:
         declared, found = loads(text)
         assert declared is not None, found
-        done = diagnose(Ground(declared, fleet.hosts, Silent(), own_ports=own), [])
+        kept = derive(declared) if runs else None
+        done = diagnose(Ground(declared, fleet.hosts, Silent(), kept=kept), [])
         assert busy or fleet.listening() == []
         return done
 
@@ -171,7 +173,7 @@ def test_a_running_cluster_is_tried_beside_its_own_port(
     port = free_port()
     with socket.create_server(("127.0.0.1", port)):
         fleet["gpu1"].listening = [port, port + 1]
-        found = examine(topology(model, data_port=port), own=frozenset({port}))
+        found = examine(topology(model, data_port=port), runs=True)
     assert found.running
     assert found.fit, found.diagnostics
     for pair in found.pairs:
@@ -179,8 +181,8 @@ def test_a_running_cluster_is_tried_beside_its_own_port(
         assert pair.note is not None
         assert pair.note.startswith(f"port {port} is in use by this cluster itself; tried beside")
         assert pair.bytes_per_s
-    own = [p for p in found.hosts[1].ports if p.state == "own"]
-    assert [p.port for p in own] == [port]
+    assert port in [p.port for p in found.hosts[1].ports]
+    assert {p.state for host in found.hosts for p in host.ports} == {"own"}
 
 
 @pytest.mark.parametrize("open_itself", [True, False])
@@ -196,7 +198,7 @@ def test_what_is_closed_beside_a_running_sender_is_no_fault(
         hang_up = threading.Thread(target=lambda: sender.accept()[0].close())
         hang_up.start()
         fleet["gpu1"].listening = [port]
-        found = examine(topology(model, data_port=port), own=frozenset({port}), busy=True)
+        found = examine(topology(model, data_port=port), runs=True, busy=True)
         socket.create_connection(("127.0.0.1", port)).close()
         hang_up.join()
     far, near = found.pairs

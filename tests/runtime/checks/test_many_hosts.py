@@ -19,6 +19,8 @@ from pdctl.runtime.checks import links
 from pdctl.runtime.checks.outcome import Silent, Validation
 from pdctl.runtime.checks.validation import validate
 from pdctl.topology.diagnostics import Severity
+from pdctl.topology.load import loads
+from pdctl.topology.plan import derive
 
 GIB = 1 << 30
 
@@ -317,9 +319,27 @@ def test_a_clusters_own_ports_are_not_dialled(model: Path, fleet: Fleet, check: 
     """A running sender has its port: it is neither a clash nor a wall."""
     fleet["studio"].walled = True
     text = topology(model).replace('role = "prefill"', 'role = "prefill"\ndata_port = 7102')
-    found = check(text, own_ports=frozenset({7102}))
+    declared, _ = loads(text)
+    assert declared is not None
+    found = check(text, kept=derive(declared))
     assert found.report.valid, found.report
     assert fleet["studio"].dialled == []
+
+
+def test_a_clusters_own_port_on_another_host_is_not_its_own(
+    model: Path, fleet: Fleet, check: Check
+) -> None:
+    """The same number there is somebody else's: it is tried, and told when it is taken."""
+    text = topology(model)
+    declared, _ = loads(text)
+    assert declared is not None
+    running = derive(declared)
+    number = running.replica("p0").http_port
+    with socket.create_server(("127.0.0.1", number)):
+        moved = text.replace('role = "decode"', f'role = "decode"\nhttp_port = {number}')
+        found = check(moved, kept=running)
+    assert "host.port_busy" in codes(found)
+    assert [b.address[1] for b in fleet["studio"].bound if b.replica == "d0"] == [number]
 
 
 def test_every_pair_is_dialled(model: Path, fleet: Fleet, check: Check) -> None:

@@ -14,7 +14,7 @@ from pdctl.runtime.cluster.state import (
     actor_key,
     clusters,
     handoff_key,
-    own_ports,
+    own_plan,
     resolve,
     state_home,
 )
@@ -112,7 +112,7 @@ def test_what_names_no_cluster_is_a_topology_error(tmp_path: Path) -> None:
     file.write_text("x = " + "[" * 5000 + "]" * 5000)
     with pytest.raises(TopologyError, match="no cluster name"):
         resolve(str(file))
-    assert own_ports(file) == frozenset()
+    assert own_plan(file) is None
     file.write_text('name = "../../etc"\n')
     with pytest.raises(TopologyError, match="not a cluster name"):
         resolve(str(file))
@@ -140,15 +140,14 @@ def test_socket_paths_stay_short(tmp_path: Path) -> None:
     assert module.RECORD_FORMAT == 1
 
 
-def test_a_running_clusters_own_ports_are_known_by_its_file(tmp_path: Path) -> None:
-    """`plan` and `validate` of a running cluster see no clash with itself."""
+def test_a_running_clusters_own_plan_is_known_by_its_file(tmp_path: Path) -> None:
+    """Thus `plan` and `validate` of a running cluster see no clash with itself."""
     file = tmp_path / "topology.toml"
     with written(tmp_path) as (_, record):
         launched = StateDir.of(record.cluster)
         launched.make()
         launched.write(record)
     file.write_text(f'name = "{record.cluster}"\n')
-    assert own_ports(file) == record.ports("local")
-    assert {r.http_port for r in record.plan.replicas} < own_ports(file)
+    assert own_plan(file) == record.plan
     file.write_text('name = "another"\n')
-    assert own_ports(file) == own_ports(tmp_path / "absent") == frozenset()
+    assert own_plan(file) is own_plan(tmp_path / "absent") is None

@@ -36,7 +36,7 @@ def assert_nothing_left(state: StateDir, record: ClusterRecord) -> None:
     """No process, port, socket, key or record; logs only."""
     assert process.marked(record.run) == []
     listening = {one.port for one in LocalHost().survey.listeners()}
-    assert not listening & record.ports("local")
+    assert not listening & record.plan.ports("local")
     assert not os.path.exists(record.socket_dir)
     assert [p.name for p in state.path.iterdir()] == ["logs"]
     assert all(p.suffix == ".log" for p in state.logs.iterdir())

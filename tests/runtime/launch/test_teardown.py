@@ -175,7 +175,7 @@ async def test_a_port_that_still_listens_is_a_leftover(
     """A younger process on a port of the plan is named; one older than the cluster is not."""
     monkeypatch.setattr(teardown, "PORTS_S", 0.1)
     with written(tmp_path) as (state, record):
-        port = min(record.ports("local"))
+        port = min(record.plan.ports("local"))
         for since, expected in ((time.time() + 60, 1), (record.created_at - 60, 0)):
             host = OddHost([Listener(port=port, pid=4711, since=since)])
             left = await take_down(state, record, lambda event: None, hosts={"local": host})

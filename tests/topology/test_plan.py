@@ -86,7 +86,9 @@ def test_the_data_host_is_loopback_unless_a_peer_is_elsewhere() -> None:
 
 def test_ports_belong_to_the_host_that_listens_on_them() -> None:
     """The router's host has its bind and the near ends of the routes to other hosts."""
-    apart = edited('name = "d0"', 'name = "d0"\nhost = "b"') + "[hosts.b]\n[hosts.local]\n"
+    apart = edited('name = "d0"', 'name = "d0"\nhost = "b"') + (
+        '[hosts.b]\n[hosts.local]\naddress = "192.168.1.2"\n'
+    )
     plan = derive(topology(apart))
     p0, d0 = plan.replica("p0"), plan.replica("d0")
     near = {8000, plan.agent_ports["local"], p0.http_port, p0.data_port, d0.route_port}

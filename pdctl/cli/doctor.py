@@ -194,7 +194,7 @@ def _at(pair: PairFound) -> str:
 def _link(pair: PairFound) -> str:
     note = f" ({pair.note})" if pair.note else ""
     if pair.error is not None:
-        return f"closed: {pair.error}{note}"
+        return f"{'closed' if pair.tried else 'not tried'}: {pair.error}{note}"
     if pair.round_trip_ms is None:
         return f"open{note}"
     speed = f", {approximate_size(round(pair.bytes_per_s))}/s" if pair.bytes_per_s else ""

@@ -34,15 +34,21 @@ def test_a_file_that_is_wrong_is_exit_code_2(shell: Shell) -> None:
 
 
 def test_a_host_that_is_not_fit_is_exit_code_4(shell: Shell) -> None:
-    """U25: the router's port is taken: the error is on stderr, the port in the table."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    """U25: the router's port is taken: the error is on stderr, the port in the table. So is a
+    sender's data port: nothing is dialled there, and that is said."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        socket.create_server(("127.0.0.1", 0)) as sending,
+    ):
+        port, data_port = taken.getsockname()[1], sending.getsockname()[1]
         text = shell.file.read_text()
         bound = text.partition('bind = "')[2].partition('"')[0]
         shell.edit(bound, f"127.0.0.1:{port}")
+        shell.edit('role = "prefill"', f'role = "prefill"\ndata_port = {data_port}')
         out, err = shell("doctor", shell.file, code=4)
-    assert f"{port} can't be listened on" in out
+    assert f"{port}, {data_port} can't be listened on" in out
     assert f"error: router: port {port} is in use" in err
+    assert f"at 127.0.0.1:{data_port}: not tried: p0 can't listen there" in out
     assert out.endswith("not fit\n")
 
 

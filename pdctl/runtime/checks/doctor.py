@@ -213,10 +213,8 @@ def _pair(ground: Ground, trial: links.Trial, tried: links.Tried | None) -> Pair
         note=note,
     )
     if tried is None:
-        lost = [name for name in (sender.name, receiver.name) if name in ground.lost]
-        many = "hosts" if len(lost) > 1 else "host"
-        why = f"{many} {' and '.join(lost)} can't be reached" if lost else "can't listen there"
-        return msgspec.structs.replace(common, port=own or port, note=None, error=why)
+        why = _untried(ground, trial)
+        return msgspec.structs.replace(common, port=own or port, note=None, tried=False, error=why)
     dialled = tried.dialled
     closed = dialled.error is not None
     return msgspec.structs.replace(
@@ -228,6 +226,15 @@ def _pair(ground: Ground, trial: links.Trial, tried: links.Tried | None) -> Pair
         opens=links.opens(sender, port) if closed else None,
         tests=links.tests(sender, receiver, trial.address) if closed else (),
     )
+
+
+def _untried(ground: Ground, trial: links.Trial) -> str:
+    ends = dict.fromkeys((trial.sender.host, trial.receiver.host))
+    lost = [name for name in ends if name in ground.lost]
+    if not lost:
+        return f"{trial.sender.name} can't listen there"
+    many = "hosts" if len(lost) > 1 else "host"
+    return f"{many} {' and '.join(lost)} can't be reached"
 
 
 def _ms(seconds: float | None) -> float | None:

@@ -59,6 +59,8 @@ class PairFound(msgspec.Struct, frozen=True, kw_only=True):
     port: int
     note: str | None = None
     """Why another port than the data port was tried."""
+    tried: bool = True
+    """Whether anything was dialled; where not, `error` says why."""
     error: str | None = None
     resolved: str | None = None
     round_trip_ms: float | None = None

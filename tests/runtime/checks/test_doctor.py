@@ -143,7 +143,7 @@ def test_a_closed_link_comes_with_what_opens_and_what_tests_it(
     port = free_port()
     found = examine(topology(model, data_port=port))
     closed, near = found.pairs
-    assert closed.error == "no answer within 2 s"
+    assert (closed.tried, closed.error) == (True, "no answer within 2 s")
     assert closed.opens is not None
     assert closed.opens.startswith(f"ssh gpu1 'sudo ufw allow {port}/tcp")
     assert closed.tests == (
@@ -161,6 +161,7 @@ def test_an_unreachable_host_leaves_the_others(model: Path, fleet: Fleet, examin
     found = examine(topology(model, data_port=free_port()))
     assert [host.error for host in found.hosts] == [None, None, 'host "studio": it is away']
     assert [pair.error for pair in found.pairs] == ["host studio can't be reached", None]
+    assert [pair.tried for pair in found.pairs] == [False, True]
     assert fleet["studio"].questions == ["facts"]
     assert [d.code for d in found.diagnostics] == ["host.unreachable"]
     assert exit_code(found) == 4
@@ -224,7 +225,8 @@ def test_a_port_that_somebody_else_has_is_named(
         declared, _ = loads(topology(model, data_port=port))
         assert declared is not None
         found = diagnose(Ground(declared, fleet.hosts, Silent()), [])
-    assert [p.error for p in found.pairs] == ["can't listen there", "can't listen there"]
+    assert [p.error for p in found.pairs] == ["p0 can't listen there", "p0 can't listen there"]
+    assert [p.tried for p in found.pairs] == [False, False]
     assert [d.code for d in found.diagnostics] == ["host.port_busy"]
     assert [p.port for p in found.hosts[1].ports if p.state == "closed"] == [port]
     assert fleet["studio"].dialled == []

@@ -9,7 +9,8 @@ HINTS = {
     "`pdctl doctor {cluster}` measures the link",
     "cancelled": "an end was told to stop; `pdctl logs {cluster} {replica}` says by whom",
     "peer_lost": "`pdctl ps {cluster}` shows who is away, `pdctl doctor {cluster}` tests the link",
-    "ticket": "the clocks of the hosts may be apart: `pdctl ps {cluster}` shows them",
+    "ticket": "a host's clock may have been set (`pdctl ps {cluster}` shows clocks), or somebody "
+    "else dialled the data port",
     "contract": "`pdctl validate` on the topology names the field that differs",
     "tokens": "the two engines render or tokenise this prompt differently; send token ids, or "
     "compare their versions",

@@ -45,20 +45,19 @@ class FleetSurvey(LocalSurvey):
         real = (msgspec.structs.replace(b, address=self._host.real(b.address)) for b in wanted)
         return super().bindings(tuple(real))
 
-    def answer(self, address: tuple[str, int], token: str, *, for_s: float) -> None:
+    def answer(self, address: tuple[str, int], token: str, **options: Any) -> None:
         self._host.asked("answer")
-        super().answer(self._host.real(address), token, for_s=for_s)
+        self._host.encrypted = options["encrypt"]
+        super().answer(self._host.real(address), token, **options)
 
     def dial(
-        self, address: tuple[str, int], token: str, *, timeout_s: float, measure_bytes: int = 0
+        self, address: tuple[str, int], token: str, *, timeout_s: float, **options: Any
     ) -> Dialled:
         self._host.asked("dial")
         self._host.dialled.append(address)
         if self._host.walled or address[1] in self._host.closed_ports:
             return Dialled(error=f"no answer within {timeout_s:g} s", resolved=address[0])
-        return super().dial(
-            self._host.real(address), token, timeout_s=timeout_s, measure_bytes=measure_bytes
-        )
+        return super().dial(self._host.real(address), token, timeout_s=timeout_s, **options)
 
 
 class FleetHost(LocalHost):
@@ -79,6 +78,8 @@ class FleetHost(LocalHost):
         self.questions: list[str] = []
         self.bound: list[Binding] = []
         self.dialled: list[tuple[str, int]] = []
+        self.encrypted: bool | None = None
+        """Whether its latest answer was under TLS."""
         self.clock_offset_s: float | None = None
         self.round_trip_s: float | None = None
 

@@ -65,7 +65,8 @@ class PairFound(msgspec.Struct, frozen=True, kw_only=True):
     resolved: str | None = None
     round_trip_ms: float | None = None
     bytes_per_s: float | None = None
-    """From the prefill replica's host to the decode replica's, by one plain TCP stream."""
+    """From the prefill replica's host to the decode replica's, by one TCP stream, under TLS where
+    the data plane will be."""
     opens: str | None = None
     """The command that opens a closed port."""
     tests: tuple[str, ...] = ()

@@ -95,17 +95,21 @@ def try_links(ground: Ground, trials: Iterable[Trial]) -> list[Tried]:
 def try_link(ground: Ground, trial: Trial, *, measure_bytes: int = 0) -> Tried:
     """One pair's sender answers, and its receiver's host dials."""
     ground.watcher.host(trial.receiver.host, f"dialling {trial.sender.host} for {trial.pair.path}")
-    token = secrets.token_hex(16)
+    token, encrypt = secrets.token_hex(16), ground.topology.handoff.encrypt
     timeout_s = DIAL_S + (ANSWER_MORE_S if measure_bytes else 0.0)
     try:
         near, far = ground.hosts[trial.sender.host], ground.hosts[trial.receiver.host]
-        near.survey.answer(trial.address, token, for_s=timeout_s + ANSWER_MORE_S)
+        for_s = timeout_s + ANSWER_MORE_S
+        near.survey.answer(trial.address, token, for_s=for_s, encrypt=encrypt)
         dialled = far.survey.dial(
-            trial.address, token, timeout_s=timeout_s, measure_bytes=measure_bytes
+            *(trial.address, token),
+            timeout_s=timeout_s,
+            measure_bytes=measure_bytes,
+            encrypt=encrypt,
         )
         if dialled.error is not None:
             # A right dialler ends the listener: its own host is one, whatever stands between.
-            near.survey.dial(trial.address, token, timeout_s=SELF_DIAL_S)
+            near.survey.dial(trial.address, token, timeout_s=SELF_DIAL_S, encrypt=encrypt)
     except HostError as error:
         dialled = Dialled(error=error.message)
     return Tried(trial=trial, dialled=dialled)

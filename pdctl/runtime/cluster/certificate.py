@@ -1,7 +1,8 @@
 """The cluster's TLS certificate, derived from its key.
 
 Every agent derives the same one, so that nothing but the key has to reach a host, and it dies
-with the key. Ed25519 signs deterministically: the same key gives the same bytes.
+with the key. Ed25519 signs deterministically: the same key gives the same bytes. Both ends of a
+trial connection derive one of their own from its token.
 """
 
 from __future__ import annotations

@@ -139,12 +139,14 @@ class FarEnd:
             case "fingerprint":
                 return self._fingerprint(request, *arguments)
             case "answer":
-                address, token, for_s = arguments
-                survey.answer(address, token, for_s=for_s)
+                address, token, for_s, encrypt = arguments
+                survey.answer(address, token, for_s=for_s, encrypt=encrypt)
                 return None
             case "dial":
-                address, token, timeout_s, size = arguments
-                return survey.dial(address, token, timeout_s=timeout_s, measure_bytes=size)
+                address, token, timeout_s, size, encrypt = arguments
+                return survey.dial(
+                    *(address, token), timeout_s=timeout_s, measure_bytes=size, encrypt=encrypt
+                )
             case _:
                 return getattr(survey, name)(*arguments)
 

@@ -67,21 +67,35 @@ class LocalSurvey:
     def bindings(self, wanted: tuple[Binding, ...]) -> list[Diagnostic]:
         return check_bindings(wanted)
 
-    def answer(self, address: tuple[str, int], token: str, *, for_s: float) -> None:
+    def answer(
+        self, address: tuple[str, int], token: str, *, for_s: float, encrypt: bool = False
+    ) -> None:
         """A second one at the same address ends the first."""
         with self._lock:
             before = self._answering.pop(address, None)
             if before is not None:
                 before.close()
             try:
-                self._answering[address] = trial.Answering(address, token, for_s)
+                answering = trial.Answering(address, token, for_s, encrypt=encrypt)
+                self._answering[address] = answering
             except OSError as error:
                 raise HostError(f'host "{self.name}": {failed_bind(address, error)}') from error
 
     def dial(
-        self, address: tuple[str, int], token: str, *, timeout_s: float, measure_bytes: int = 0
+        self,
+        address: tuple[str, int],
+        token: str,
+        *,
+        timeout_s: float,
+        measure_bytes: int = 0,
+        encrypt: bool = False,
     ) -> Dialled:
-        return trial.dial(address, token, timeout_s=timeout_s, measure_bytes=measure_bytes)
+        return trial.dial(
+            *(address, token),
+            timeout_s=timeout_s,
+            measure_bytes=measure_bytes,
+            encrypt=encrypt,
+        )
 
     def close(self) -> None:
         """Ends what still answers."""

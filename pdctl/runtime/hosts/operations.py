@@ -45,8 +45,8 @@ OPERATIONS: dict[str, Operation] = {
     "survey.checkpoint": Operation(tuple[str], CheckpointRead),
     "survey.fingerprint": Operation(tuple[str, Checkpoint], Fingerprint),
     "survey.bindings": Operation(tuple[tuple[Binding, ...]], list[Diagnostic]),
-    "survey.answer": Operation(tuple[_Address, str, float], None),
-    "survey.dial": Operation(tuple[_Address, str, float, int], Dialled),
+    "survey.answer": Operation(tuple[_Address, str, float, bool], None),
+    "survey.dial": Operation(tuple[_Address, str, float, int, bool], Dialled),
     "relay": Operation(tuple[str, str, list[Any], float], Any),
     "route": Operation(tuple[Host], HostFacts),
 }

@@ -11,27 +11,12 @@ from pdctl.engines.interface import Command
 from pdctl.errors import HostError
 from pdctl.runtime.hosts.connection import Connection
 from pdctl.runtime.hosts.interface import Completed, Mark, Slice
+from pdctl.runtime.hosts.remote_survey import PATIENCE_S, RemoteSurvey
 from pdctl.runtime.hosts.ssh import Forward
-from pdctl.runtime.hosts.survey import (
-    Binding,
-    CheckpointRead,
-    Dialled,
-    HashProgress,
-    HostFacts,
-    Listener,
-    Survey,
-)
+from pdctl.runtime.hosts.survey import HostFacts, Survey
 from pdctl.runtime.hosts.ways import Ways
-from pdctl.topology.checkpoint import Checkpoint
-from pdctl.topology.diagnostics import Diagnostic
-from pdctl.topology.fingerprint import Fingerprint
 from pdctl.topology.model import Host
 
-PATIENCE_S = 30.0
-"""For what takes no time there."""
-FACTS_S = 60.0
-HASHING_S = 120.0
-"""Between two signs of progress."""
 ROUTE_S = 90.0
 ENDING_S = 5.0
 WAIT_FOR_CONNECT_S = 120.0
@@ -49,7 +34,7 @@ class RemoteHost:
 
     def __init__(self, name: str, ways: Ways) -> None:
         self.name = name
-        self.survey: Survey = RemoteSurvey(self)
+        self.survey: Survey = RemoteSurvey(self.connect)
         self.on_lost: Callable[[HostError], None] | None = None
         """Called once per connection that drops by itself, from its own thread."""
         self._ways = ways
@@ -240,56 +225,3 @@ class RemoteHost:
         """What this host sees of another over its own SSH. HostError where it can't."""
         facts: HostFacts = self._call("route", declared, patience_s=ROUTE_S)
         return facts
-
-
-class RemoteSurvey:
-    """The `Survey` of a remote host."""
-
-    def __init__(self, host: RemoteHost) -> None:
-        self._host = host
-
-    def facts(self) -> HostFacts:
-        found: HostFacts = self._call("facts", patience_s=FACTS_S)
-        return found
-
-    def checkpoint(self, model_dir: str) -> CheckpointRead:
-        found: CheckpointRead = self._call("checkpoint", model_dir)
-        return found
-
-    def fingerprint(
-        self, model_dir: str, checkpoint: Checkpoint, progress: HashProgress
-    ) -> Fingerprint:
-        found: Fingerprint = self._call(
-            "fingerprint", model_dir, checkpoint, patience_s=HASHING_S, progress=progress
-        )
-        return found
-
-    def listeners(self) -> list[Listener]:
-        found: list[Listener] = self._call("listeners")
-        return found
-
-    def bindings(self, wanted: tuple[Binding, ...]) -> list[Diagnostic]:
-        found: list[Diagnostic] = self._call("bindings", wanted)
-        return found
-
-    def answer(self, address: tuple[str, int], token: str, *, for_s: float) -> None:
-        self._call("answer", address, token, for_s)
-
-    def dial(
-        self, address: tuple[str, int], token: str, *, timeout_s: float, measure_bytes: int = 0
-    ) -> Dialled:
-        found: Dialled = self._call(
-            *("dial", address, token, timeout_s, measure_bytes), patience_s=timeout_s + PATIENCE_S
-        )
-        return found
-
-    def _call(
-        self,
-        operation: str,
-        *arguments: object,
-        patience_s: float = PATIENCE_S,
-        progress: HashProgress | None = None,
-    ) -> Any:
-        return self._host.connect().call(
-            f"survey.{operation}", *arguments, patience_s=patience_s, progress=progress
-        )

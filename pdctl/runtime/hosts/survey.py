@@ -117,13 +117,25 @@ class Survey(Protocol):
         """Tries to listen on each for a moment; what prevents it, in words."""
         ...
 
-    def answer(self, address: tuple[str, int], token: str, *, for_s: float) -> None:
+    def answer(
+        self, address: tuple[str, int], token: str, *, for_s: float, encrypt: bool = False
+    ) -> None:
         """Returns once it listens at `address`; until `for_s` have passed (or the asker has
-        gone) it answers whoever sends `token`, and nobody else. HostError where it can't."""
+        gone) it answers whoever sends `token`, and nobody else. HostError where it can't.
+
+        Args:
+            encrypt: whether both ends speak under TLS 1.3.
+        """
         ...
 
     def dial(
-        self, address: tuple[str, int], token: str, *, timeout_s: float, measure_bytes: int = 0
+        self,
+        address: tuple[str, int],
+        token: str,
+        *,
+        timeout_s: float,
+        measure_bytes: int = 0,
+        encrypt: bool = False,
     ) -> Dialled:
         """Dials an `answer` from here; `measure_bytes` of payload are asked for and timed."""
         ...

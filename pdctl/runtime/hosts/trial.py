@@ -10,6 +10,8 @@
 
 The listening socket is closed before the first right dialler is answered: once a dialler has
 returned, the port is free again. Who sends anything else is hung up on. Both ends are bounded.
+
+With `encrypt` all of it is under TLS 1.3, with a certificate that both ends derive from the token.
 """
 
 from __future__ import annotations
@@ -18,9 +20,12 @@ import contextlib
 import hashlib
 import hmac
 import socket
+import ssl
 import statistics
 import threading
 
+from pdctl.handoff.transport.tls import make_context
+from pdctl.runtime.cluster.certificate import cluster_certificate
 from pdctl.runtime.hosts.survey import Dialled
 from pdctl.trace import monotonic_s
 
@@ -43,6 +48,11 @@ def _proof(token: str, side: str) -> bytes:
 PROOF_BYTES = len(MAGIC) + 32
 
 
+def _context(token: str, *, server: bool) -> ssl.SSLContext:
+    key = hashlib.sha256(f"pdctl.trial.tls:{token}".encode()).hexdigest()
+    return make_context(cluster_certificate(key), server=server)
+
+
 def resolve(address: tuple[str, int], *, passive: bool = False) -> tuple[int, tuple[object, ...]]:
     """(family, socket address) of the first meaning of a host and a port; socket.gaierror."""
     host, port = address
@@ -54,10 +64,13 @@ def resolve(address: tuple[str, int], *, passive: bool = False) -> tuple[int, tu
 class Answering:
     """One listener, with its thread; it ends by itself."""
 
-    def __init__(self, address: tuple[str, int], token: str, for_s: float) -> None:
+    def __init__(
+        self, address: tuple[str, int], token: str, for_s: float, *, encrypt: bool = False
+    ) -> None:
         """Listens when it returns; OSError (socket.gaierror too) where it can't."""
         family, where = resolve(address, passive=True)
         self._token = token
+        self._context = _context(token, server=True) if encrypt else None
         self._until_s = monotonic_s() + for_s
         self._strangers = threading.Semaphore(MAX_STRANGERS)
         self._won = threading.Lock()
@@ -105,16 +118,22 @@ class Answering:
         try:
             with connected, contextlib.suppress(OSError, EOFError):
                 _prepare(connected, HANDSHAKE_S)
-                said = _exactly(connected, PROOF_BYTES)
-                if not hmac.compare_digest(said, _proof(self._token, "dial")):
-                    return
-                if not self._won.acquire(blocking=False):
-                    return
-                self._stop_listening()
-                connected.sendall(_proof(self._token, "answer"))
-                self._converse(connected)
+                if self._context is None:
+                    return self._meet(connected)
+                with self._context.wrap_socket(connected, server_side=True) as encrypted:
+                    self._meet(encrypted)
         finally:
             self._strangers.release()
+
+    def _meet(self, connected: socket.socket) -> None:
+        said = _exactly(connected, PROOF_BYTES)
+        if not hmac.compare_digest(said, _proof(self._token, "dial")):
+            return
+        if not self._won.acquire(blocking=False):
+            return
+        self._stop_listening()
+        connected.sendall(_proof(self._token, "answer"))
+        self._converse(connected)
 
     def _converse(self, connected: socket.socket) -> None:
         while (left_s := self._until_s - monotonic_s()) > 0:
@@ -137,7 +156,12 @@ def _pour(connected: socket.socket, count: int, until_s: float) -> None:
 
 
 def dial(
-    address: tuple[str, int], token: str, *, timeout_s: float, measure_bytes: int = 0
+    address: tuple[str, int],
+    token: str,
+    *,
+    timeout_s: float,
+    measure_bytes: int = 0,
+    encrypt: bool = False,
 ) -> Dialled:
     """Dials an `Answering` at `address`; whatever goes wrong is told in `error`."""
     until_s = monotonic_s() + timeout_s
@@ -150,23 +174,33 @@ def dial(
         with _connected([(family, where) for family, *_, where in found], until_s) as connected:
             resolved, took = str(connected.getpeername()[0]), True
             _prepare(connected, timeout_s)
-            connected.sendall(_proof(token, "dial"))
-            said = _exactly(connected, PROOF_BYTES)
-            if not hmac.compare_digest(said, _proof(token, "answer")):
-                raise EOFError
-            round_trip_s = _round_trip(connected, until_s)
-            speed = _measure(connected, measure_bytes, until_s) if measure_bytes else None
+            if encrypt:
+                with _context(token, server=False).wrap_socket(connected) as encrypted:
+                    took_s, speed = _ask(encrypted, token, measure_bytes, until_s)
+            else:
+                took_s, speed = _ask(connected, token, measure_bytes, until_s)
     except TimeoutError:
         reason = f"no answer within {timeout_s:g} s"
-    except EOFError:
+    except (EOFError, ssl.SSLError):
         reason = "something else listens there"
     except OSError as error:
         reason = _reason(error)
     else:
-        return Dialled(
-            connected=True, resolved=resolved, round_trip_s=round_trip_s, bytes_per_s=speed
-        )
+        return Dialled(connected=True, resolved=resolved, round_trip_s=took_s, bytes_per_s=speed)
     return Dialled(error=reason, connected=took, resolved=resolved)
+
+
+def _ask(
+    connected: socket.socket, token: str, measure_bytes: int, until_s: float
+) -> tuple[float, float | None]:
+    """(round trip, bytes per second where they were asked for); EOFError: it is not the right
+    listener."""
+    connected.sendall(_proof(token, "dial"))
+    said = _exactly(connected, PROOF_BYTES)
+    if not hmac.compare_digest(said, _proof(token, "answer")):
+        raise EOFError
+    round_trip_s = _round_trip(connected, until_s)
+    return round_trip_s, _measure(connected, measure_bytes, until_s) if measure_bytes else None
 
 
 def _connected(candidates: list[tuple[int, tuple[object, ...]]], until_s: float) -> socket.socket:

@@ -234,12 +234,15 @@ def test_a_port_that_somebody_else_has_is_named(
 
 @pytest.mark.parametrize(("encrypt", "words"), [(True, "TLS 1.3"), (False, "plain TCP")])
 def test_it_says_what_the_data_plane_is(
-    encrypt: bool, words: str, model: Path, examine: Examine
+    encrypt: bool, words: str, model: Path, fleet: Fleet, examine: Examine
 ) -> None:
+    """Which is what is measured, too."""
     found = examine(topology(model, data_port=free_port(), encrypt=encrypt))
     assert found.encrypt is encrypt
     assert found.data_plane is not None
     assert found.data_plane.startswith(words)
+    assert fleet["gpu1"].encrypted is encrypt
+    assert all(pair.bytes_per_s for pair in found.pairs)
 
 
 def test_warnings_do_not_make_it_unfit(model: Path, fleet: Fleet, examine: Examine) -> None:

@@ -182,6 +182,35 @@ def test_without_a_measurement_no_speed_is_told(survey: Survey) -> None:
     assert survey.dial(address, "token", timeout_s=10).bytes_per_s is None
 
 
+WRONG = {"something else listens there", "connection reset by peer"}
+"""The second one where it hung up before it had read everything."""
+
+
+def test_a_trial_under_tls(survey: Survey, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only who derives the same certificate from the token gets in; the rest is as without."""
+    monkeypatch.setattr(trial, "HANDSHAKE_S", 0.3)
+    address = free_address()
+    survey.answer(address, "token", for_s=30, encrypt=True)
+    plain = survey.dial(address, "token", timeout_s=5)
+    other = survey.dial(address, "other", timeout_s=5, encrypt=True)
+    assert {plain.error, other.error} <= WRONG
+    found = survey.dial(address, "token", timeout_s=10, measure_bytes=8 << 20, encrypt=True)
+    assert found.error is None
+    assert found.round_trip_s is not None
+    assert found.bytes_per_s is not None
+    assert 0 < found.round_trip_s < 5
+    assert found.bytes_per_s > 1e6
+    assert not listens(address)
+
+
+def test_who_speaks_no_tls_is_something_else(survey: Survey) -> None:
+    address = free_address()
+    survey.answer(address, "token", for_s=30)
+    found = survey.dial(address, "token", timeout_s=5, encrypt=True)
+    assert found.connected
+    assert found.error in WRONG
+
+
 def hung_up(connected: socket.socket) -> bool:
     try:
         return connected.recv(1) == b""

@@ -129,7 +129,8 @@ def test_errors_keep_their_class_message_and_hint(far: RemoteHost, tmp_path: Pat
         far.run(Command(argv=("sleep", "600")), timeout_s=0.2)
 
 
-def test_the_survey_travels(far: RemoteHost, tmp_path: Path) -> None:
+@pytest.mark.parametrize("encrypt", [False, True])
+def test_the_survey_travels(encrypt: bool, far: RemoteHost, tmp_path: Path) -> None:
     """Facts, a checkpoint's problems, bindings, a listener and a dial through it."""
     facts = far.survey.facts()
     assert (facts.pdctl_version, facts.uid) == (__version__, os.getuid())
@@ -141,8 +142,9 @@ def test_the_survey_travels(far: RemoteHost, tmp_path: Path) -> None:
     assert far.survey.bindings(bindings) == []
     with socket.create_server(("127.0.0.1", port)):
         assert far.survey.bindings(bindings) != []
-    far.survey.answer(("127.0.0.1", port), "token", for_s=10)
-    dialled = LocalHost().survey.dial(("127.0.0.1", port), "token", timeout_s=5)
+    address = ("127.0.0.1", port)
+    far.survey.answer(address, "token", for_s=10, encrypt=encrypt)
+    dialled = LocalHost().survey.dial(address, "token", timeout_s=5, encrypt=encrypt)
     assert dialled.error is None
 
 

@@ -147,3 +147,10 @@ def test_the_guide_names_every_port_of_a_plan() -> None:
     fields = {field for field in Replica.__struct_fields__ if field.endswith("_port")}
     for name in (fields - {"side_port"}) | {"router.bind", "agent", "`ssh`"}:
         assert name in table
+
+
+def test_the_guide_has_every_mark_of_a_bench() -> None:
+    """What makes a cell doubtful, in the table that says how to read one."""
+    source = (ROOT / "pdctl" / "runtime" / "bench" / "marks.py").read_text()
+    guide = (ROOT / "docs" / "choosing-roles.md").read_text().partition("| mark |")[2]
+    assert sorted(first_cells(guide)) == sorted(set(re.findall(r'kind="(\w+)"', source)))

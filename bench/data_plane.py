@@ -24,22 +24,18 @@ their ratio. Each shape is measured
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import multiprocessing
-import os
-import platform
 import secrets
 import socket
 import statistics
 import sys
 import time
-from importlib.metadata import version
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from setting import RESULTS, machine, write
 
 from pdctl.engines.interface import Leg
 from pdctl.errors import HandoffError
@@ -55,13 +51,12 @@ from pdctl.handoff.transport.tcp import TcpTransport
 from pdctl.handoff.transport.tls import Certificate, TlsTransport
 from pdctl.runtime.cluster.certificate import cluster_certificate
 
-ROOT = Path(__file__).resolve().parent.parent
 TARGET_RATIO = 0.8
 KEY = secrets.token_bytes(32)
 DIGEST = "0" * 64
 TIMEOUT_S = 60.0
 WARM_UPS = 3
-PACKAGES = ("pdctl", "numpy", "msgspec", "xxhash", "cryptography")
+PACKAGES = ("numpy", "msgspec", "xxhash", "cryptography")
 SHAPES = {
     "smollm2-135m": (PageGeometry(30, 3, 64), 64),
     "qwen2.5-7b": (PageGeometry(28, 4, 128), 32),
@@ -285,20 +280,11 @@ def measured(name: str, setting: Setting, repetitions: int, pairs: int) -> dict[
     }
 
 
-def cpu_model() -> str:
-    path = Path("/proc/cpuinfo")
-    if path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor()
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--repetitions", type=int, default=12)
     parser.add_argument("--pairs", type=int, default=4, help="pairs of processes")
-    parser.add_argument("--output", type=Path, default=ROOT / "bench" / "results")
+    parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--shape", choices=sorted(SHAPES), action="append")
     options = parser.parse_args()
     results = [
@@ -315,23 +301,13 @@ def main() -> int:
             f"ratio {each['ratio']:.2f} (paired {each['paired_ratio']:.2f}, "
             f"target {TARGET_RATIO})"
         )
-    today = datetime.date.today().isoformat()
-    result = {
-        "date": today,
+    report = {
         "method": __doc__,
         "target_ratio": TARGET_RATIO,
-        "cpu": cpu_model(),
-        "cpus": multiprocessing.cpu_count(),
-        "load_1m": round(os.getloadavg()[0], 2),
-        "system": platform.platform(),
-        "python": platform.python_version(),
-        "versions": {name: version(name) for name in PACKAGES},
+        "machine": machine(*PACKAGES),
         "results": results,
     }
-    options.output.mkdir(parents=True, exist_ok=True)
-    path = options.output / f"{today}-data-plane.json"
-    path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    print(path)
+    print(write(options.output, "data_plane", report))
     return 0
 
 

@@ -17,24 +17,16 @@ Without --model: the demo model (`pdctl demo-model`) and a tiny random checkpoin
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
-import os
-import platform
-import statistics
-import subprocess
 import sys
 import tempfile
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
+from setting import RESULTS, machine, models, summary, write
 
-from e2e.cluster import OPENBLAS, PDCTL, Cluster  # noqa: E402
-from e2e.prompts import exact_prompt  # noqa: E402
-from tiny import make_checkpoint  # noqa: E402
+# `setting` has put the tests into the path
+from e2e.cluster import Cluster  # isort: skip
+from e2e.prompts import exact_prompt  # isort: skip
 
 TARGET_MS = 20.0
 PROMPT_TOKENS = 51
@@ -76,16 +68,6 @@ def sampled_ms(cluster: Cluster, model_dir: Path, requests: int) -> dict[str, li
     return samples
 
 
-def summary(taken: list[float]) -> dict[str, float]:
-    ordered = sorted(taken)
-    return {
-        "median": round(statistics.median(ordered), 3),
-        "p95": round(ordered[int(0.95 * (len(ordered) - 1))], 3),
-        "min": round(ordered[0], 3),
-        "max": round(ordered[-1], 3),
-    }
-
-
 def measured(name: str, model_dir: Path, requests: int) -> dict[str, Any]:
     roles = {"p0": "prefill", "d0": "decode"}
     with (
@@ -104,30 +86,11 @@ def measured(name: str, model_dir: Path, requests: int) -> dict[str, Any]:
     }
 
 
-def models(asked: Path | None, scratch: Path) -> dict[str, Path]:
-    if asked is not None:
-        return {asked.name: asked}
-    done = subprocess.run([PDCTL, "demo-model"], check=True, capture_output=True, text=True)
-    demo = Path(done.stdout.strip().splitlines()[-1])
-    return {demo.name: demo, "tiny-llama": make_checkpoint(scratch / "tiny-llama", "llama")}
-
-
-def machine() -> dict[str, Any]:
-    return {
-        "system": platform.platform(),
-        "cpus": os.cpu_count(),
-        "load_1m": round(os.getloadavg()[0], 2),
-        "python": platform.python_version(),
-        "openblas_preloaded": OPENBLAS.exists(),
-        "versions": {name: version(name) for name in ("pdctl", "mlx", "mlx-lm", "numpy")},
-    }
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--requests", type=int, default=100)
     parser.add_argument("--model", type=Path)
-    parser.add_argument("--output", type=Path, default=ROOT / "bench" / "results")
+    parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         results = [
@@ -135,21 +98,16 @@ def main() -> int:
             for name, model_dir in models(options.model, Path(scratch)).items()
         ]
     met = all(each["fixed_cost_ms"]["median"] <= TARGET_MS for each in results)
-    today = datetime.date.today().isoformat()
     report = {
-        "benchmark": "handoff_fixed_cost",
-        "date": today,
         "method": __doc__,
         "prompt_tokens": PROMPT_TOKENS,
         "requests": options.requests,
         "target_ms": TARGET_MS,
         "met": met,
-        "machine": machine(),
+        "machine": machine("mlx", "mlx-lm", "numpy"),
         "results": results,
     }
-    options.output.mkdir(parents=True, exist_ok=True)
-    path = options.output / f"{today}-handoff-fixed-cost.json"
-    path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    path = write(options.output, "handoff_fixed_cost", report)
     for each in results:
         print(f"{each['model']}, {PROMPT_TOKENS} tokens, page of {each['page_bytes']} B")
         for phase in (*PHASES, "fixed_cost"):

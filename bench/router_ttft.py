@@ -12,30 +12,25 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import datetime
-import json
 import os
-import platform
 import statistics
 import sys
 import tempfile
 import time
 from contextlib import AsyncExitStack
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import anyio
+from setting import RESULTS, machine, summary, write
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
+from pdctl.engines.channel import SOCKET_ENV
 
-import tiny  # noqa: E402
-from runtime.router import engines  # noqa: E402
-from runtime.router.cluster import MODEL  # noqa: E402
-
-from pdctl.engines.channel import SOCKET_ENV  # noqa: E402
+# `setting` has put the tests into the path
+import tiny  # isort: skip
+from runtime.router import engines  # isort: skip
+from runtime.router.cluster import MODEL  # isort: skip
 
 TARGET_MS = 3.0
 PROMPT_TOKENS = 51
@@ -110,55 +105,31 @@ async def _sampled(
     pairs = zip(samples["router"], samples["direct"], strict=True)
     added = [through - directly for through, directly in pairs]
     return {
-        **{f"{name}_ttft_ms": _summary(taken) for name, taken in samples.items()},
-        "added_ttft_ms": _summary(added),
+        **{f"{name}_ttft_ms": summary(taken) for name, taken in samples.items()},
+        "added_ttft_ms": summary(added),
         "difference_of_medians_ms": round(
             statistics.median(samples["router"]) - statistics.median(samples["direct"]), 3
         ),
     }
 
 
-def _summary(taken: list[float]) -> dict[str, float]:
-    ordered = sorted(taken)
-    return {
-        "median": round(statistics.median(ordered), 3),
-        "p95": round(ordered[int(0.95 * (len(ordered) - 1))], 3),
-        "min": round(ordered[0], 3),
-    }
-
-
-def _machine() -> dict[str, Any]:
-    return {
-        "system": platform.platform(),
-        "cpus": os.cpu_count(),
-        "load_1m": round(os.getloadavg()[0], 2),
-        "python": platform.python_version(),
-        "versions": {name: version(name) for name in ("pdctl", "aiohttp", "mlx", "mlx-lm")},
-    }
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=200)
-    parser.add_argument("--output", type=Path, default=ROOT / "bench" / "results")
+    parser.add_argument("--output", type=Path, default=RESULTS)
     asked = parser.parse_args()
     results = asyncio.run(measured(asked.requests))
     met = results["added_ttft_ms"]["median"] <= TARGET_MS
-    today = datetime.date.today().isoformat()
     report = {
-        "benchmark": "router_ttft",
-        "date": today,
         "method": " ".join((__doc__ or "").split("\n\n")[1].split()),
         "prompt_tokens": PROMPT_TOKENS,
         "requests": asked.requests,
         "target_ms": TARGET_MS,
         "met": met,
         **results,
-        "machine": _machine(),
+        "machine": machine("aiohttp", "mlx", "mlx-lm"),
     }
-    asked.output.mkdir(parents=True, exist_ok=True)
-    path = asked.output / f"{today}-router-ttft.json"
-    path.write_text(json.dumps(report, indent=2) + "\n")
+    path = write(asked.output, "router_ttft", report)
     for name in ("direct_ttft_ms", "router_ttft_ms", "added_ttft_ms"):
         print(f"{name:16} median {results[name]['median']:8.3f}  p95 {results[name]['p95']:8.3f}")
     print(f"target {TARGET_MS} ms: {'met' if met else 'missed'}; {path}")

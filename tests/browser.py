@@ -7,6 +7,7 @@ import base64
 import contextlib
 import itertools
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import AsyncIterator
@@ -154,7 +155,9 @@ async def started() -> AsyncIterator[Browser]:
     assert program is not None, "no browser"
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         process = await asyncio.create_subprocess_exec(
-            *(program, *FLAGS, f"--user-data-dir={profile}"), stderr=asyncio.subprocess.PIPE
+            *(program, *FLAGS, f"--user-data-dir={profile}"),
+            stderr=asyncio.subprocess.PIPE,
+            env={**os.environ, "TMPDIR": profile},
         )
         try:
             url = await _devtools(process)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from runtime.router.cluster import CHAT, cluster, eventually
+from runtime.router.cluster import CHAT, COMPLETION, cluster, eventually
 from runtime.router.fakes import fails
 
 from pdctl.errors import HANDOFF_CAUSES
@@ -81,6 +81,22 @@ async def test_an_engines_free_text_is_not_shown() -> None:
         assert kept["message"] == 'decode replica "d0": its engine reported an error'
         assert kept["hint"] == "its own words are in `pdctl logs test d0 router`"
         assert SECRET not in str(status)
+
+
+@pytest.mark.anyio
+async def test_neither_keys_nor_tickets_nor_prompts_are_shown() -> None:
+    """R60: with a request in flight and another that failed, `/status` and `/metrics` have the
+    rooms and nothing that opens a door."""
+    async with cluster("p0 d0", api_key="s3cret") as c:
+        key = {"Authorization": "Bearer s3cret"}
+        c["d0"].on["decode"] = fails(502, "p0 closed the connection", "peer_lost")
+        assert (await c.ask({**COMPLETION, "prompt": SECRET}, **key)).status == 502
+        (_, body) = c["d0"].bodies[-1]
+        for path in ("/status", "/metrics"):
+            shown = await (await c.http.get(c.url(path), headers=key)).text()
+            assert "peer_lost" in shown
+            for hidden in (SECRET, "s3cret", body["pdctl"]["ticket"], bytes(32).hex()):
+                assert hidden not in shown
 
 
 @pytest.mark.anyio

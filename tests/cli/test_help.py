@@ -171,6 +171,6 @@ def test_an_unknown_starter_is_refused_with_the_known_ones(run: Any, tmp_path: P
     """Exit 2; the list is the packaged folder."""
     code, _, err = run("init", tmp_path / "x.toml", "--from", "tpu")
     assert code == 2
-    assert {"mlx-to-mlx", "mlx-2p2d", "mlx-two-hosts"} <= set(starter_names())
+    assert {"mlx-to-mlx", "mlx-2p2d", "mlx-two-hosts", "vllm-to-mlx"} <= set(starter_names())
     assert all(name in err for name in starter_names())
     assert not (tmp_path / "x.toml").exists()

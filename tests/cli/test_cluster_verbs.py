@@ -9,11 +9,13 @@ import signal
 import subprocess
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 from cli.shell import PDCTL, TIMEOUT_S, Shell
 
 from pdctl.runtime.machine import process
+from pdctl.topology.model import Host
 
 pytestmark = pytest.mark.engine
 
@@ -126,6 +128,29 @@ def test_a_failed_up_shows_the_log_and_rolls_back(shell: Shell) -> None:
     assert str(shell.state.log("d0")) in err
     shell.assert_down()
     assert shell.state.log("d0").exists()
+
+
+def test_logs_that_lie_elsewhere_are_looked_for_after_down(shell: Shell) -> None:
+    """Where their host is away, that is said, and what lies here is shown."""
+    shell("up", shell.file, "-d")
+    record = shell.record()
+    shell("down", shell.name)
+    hosts = {**record.topology.hosts, "gpu1": Host(name="gpu1", ssh="ssh://127.0.0.1:1")}
+    ports = {**record.plan.agent_ports, "gpu1": 1}
+    d0 = msgspec.structs.replace(record.plan.replica("d0"), host="gpu1")
+    shell.state.write_ended(
+        msgspec.structs.replace(
+            record,
+            topology=msgspec.structs.replace(record.topology, hosts=hosts),
+            plan=msgspec.structs.replace(
+                record.plan, replicas=(record.plan.replica("p0"), d0), agent_ports=ports
+            ),
+        )
+    )
+    out, err = shell("logs", shell.name)
+    assert "p0          | double: well" in out
+    assert "d0          |" not in out
+    assert 'logs left out: host "gpu1"' in err
 
 
 def test_an_invalid_topology_starts_nothing(shell: Shell) -> None:

@@ -111,7 +111,8 @@ class OverSsh(Cluster):
         return place / "logs" / f"{name}.log"
 
     def assert_nothing_left(self, record: ClusterRecord) -> None:
-        """No process, port, socket or key of that run on any machine; its logs are there."""
+        """No process, port, socket or key of that run on any machine; its logs are there, and
+        where they lie is known."""
         with suppress(AssertionError):
             self.wait("no process of it", lambda: not processes(self.far, record), LEFT_S)
         assert processes(self.far, record) == []
@@ -119,7 +120,8 @@ class OverSsh(Cluster):
         for inside in ((), *(machine.inside for machine in self.far)):
             assert listening(ports, inside) == []
         assert not Path(record.socket_dir).exists()
-        assert {p.suffix or p.name for p in self._files()} <= {".log", "lock"}, self._files()
+        left = {p.suffix or p.name for p in self._files() if p.name != "ended.json"}
+        assert left <= {".log", "lock"}, self._files()
         for name in (*self.where, "router"):
             assert self.log(name).exists()
 

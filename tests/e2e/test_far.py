@@ -179,3 +179,4 @@ def test_the_foreground_with_its_keeper_elsewhere(made: Callable[[str], OverSsh]
     assert running.returncode == 0, err
     cluster.assert_nothing_left(record)
     assert processes(cluster.far, record) == []
+    assert "a line of its own" in cluster.pdctl("logs", cluster.topology, "d0").stdout

@@ -7,6 +7,7 @@
         lock                        held while a command changes the cluster; says by whom
         agent-HOST.json             the agent's journal
         logs/REPLICA.log            kept until the next `up`
+        logs/ended.json             of a cluster that was taken down: where its other logs lie
 
 Unix sockets lie elsewhere, in `/tmp/pdctl-UID/RUN8/`: their paths are limited to 104 bytes.
 """
@@ -107,25 +108,33 @@ class StateDir:
         Raises:
             ClusterError: written by another version, or damaged.
         """
-        raw = self._host.read(str(self.path / "cluster.json"), max_bytes=64 << 20)
+        return self._read_record(self.path / "cluster.json")
+
+    def _read_record(self, path: Path) -> ClusterRecord | None:
+        raw = self._host.read(str(path), max_bytes=64 << 20)
         if raw is None:
             return None
+        hint = "use the version of pdctl that launched this cluster"
         try:
             record = msgspec.json.decode(raw, type=ClusterRecord)
         except msgspec.MsgspecError as error:
-            raise ClusterError(
-                f"{self.path}/cluster.json can't be read: {error}",
-                hint="use the version of pdctl that launched this cluster",
-            ) from error
+            raise ClusterError(f"{path} can't be read: {error}", hint=hint) from error
         if record.format != RECORD_FORMAT:
-            raise ClusterError(
-                f"{self.path}/cluster.json has format {record.format}",
-                hint="use the version of pdctl that launched this cluster",
-            )
+            raise ClusterError(f"{path} has format {record.format}", hint=hint)
         return record
 
     def write(self, record: ClusterRecord) -> None:
         self._host.write(str(self.path / "cluster.json"), msgspec.json.encode(record))
+
+    def read_ended(self) -> ClusterRecord | None:
+        """What was taken down last, while its logs are kept; None where none of them lies on
+        another machine, or that can't be read."""
+        with contextlib.suppress(ClusterError):
+            return self._read_record(self.logs / "ended.json")
+        return None
+
+    def write_ended(self, record: ClusterRecord) -> None:
+        self._host.write(str(self.logs / "ended.json"), msgspec.json.encode(record))
 
     def create_key(self) -> str:
         key = secrets.token_hex(32)
@@ -147,7 +156,7 @@ class StateDir:
         return raw.decode() if raw else None
 
     def clear_logs(self) -> None:
-        for log in self.logs.glob("*.log"):
+        for log in (*self.logs.glob("*.log"), self.logs / "ended.json"):
             self._host.remove(str(log))
 
     def clear(self) -> None:

@@ -8,7 +8,7 @@ the end looks at processes, ports and sockets, and is all that counts.
 from __future__ import annotations
 
 import signal
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from functools import partial
 
 import anyio
@@ -45,9 +45,9 @@ async def take_down(
 ) -> tuple[str, ...]:
     """Ends the cluster and clears its state. Shielded and bounded; the caller holds the lock.
 
-    The keeper first, which ends the other agents; then, on every host, whatever agent still
-    answers; then what is left without one. Hosts that share a machine may not tear at each
-    other's processes before all agents had their turn.
+    What lives is noted everywhere; then the keeper, which ends the other agents; then, on every
+    host, whatever agent still answers; then what is left without one. Hosts that share a machine
+    may not tear at each other's processes before all agents had their turn.
 
     Args:
         hosts: the way to every host of the plan; None: all of them are this machine.
@@ -59,19 +59,29 @@ async def take_down(
     with anyio.CancelScope(shield=True):
         record = msgspec.structs.replace(record, phase="stopping")
         state.write(record)
-        endings = [_Ending(state, record, hosts[n], emit) for n in _keeper_first(record)]
-        await endings[0].attempt(endings[0].ask)
-        for step in (_Ending.look, _Ending.ask, _Ending.end, _Ending.prove):
-            async with anyio.create_task_group() as tasks:
-                for ending in endings:
-                    tasks.start_soon(ending.attempt, partial(step, ending))
+        keeper, *others = (_Ending(state, record, hosts[n], emit) for n in _keeper_first(record))
+        endings = (keeper, *others)
+        await _each(endings, _Ending.look)
+        await keeper.attempt(keeper.ask)
+        await _each(others, _Ending.ask)
+        await _each(endings, _Ending.end)
+        await _each(endings, _Ending.prove)
         if not any(ending.left for ending in endings):
             for ending in endings:
                 await ending.attempt(ending.clear)
         left = tuple(sentence for ending in endings for sentence in ending.left)
         if not left:
+            if any(ending.is_far for ending in endings):
+                state.write_ended(record)
             state.clear()
     return left
+
+
+async def _each(endings: Iterable[_Ending], step: Callable[[_Ending], Awaitable[None]]) -> None:
+    """All hosts at once."""
+    async with anyio.create_task_group() as tasks:
+        for ending in endings:
+            tasks.start_soon(ending.attempt, partial(step, ending))
 
 
 def _keeper_first(record: ClusterRecord) -> list[str]:
@@ -102,23 +112,23 @@ class _Ending:
         try:
             await step()
         except PdctlError as error:
-            self._unreachable = self._is_far
+            self._unreachable = self.is_far
             if error.message not in self.left:
                 self.left.append(error.message)
 
     @property
-    def _is_far(self) -> bool:
+    def is_far(self) -> bool:
         return self.record.topology.hosts[self.host.name].ssh is not None
 
     async def look(self) -> None:
         """What of it lives, by its journal."""
-        await self._note_agent()
+        mark = self._agent_mark
+        if mark is not None and await in_thread(self.host.alive, mark):
+            self._agent_ran = True
         self._known |= await self._living()
 
     async def ask(self) -> None:
         """Its agent, where there is one, to end everything and itself."""
-        await self._note_agent()
-        self._known |= await self._living()
         try:
             agent = await agent_of(
                 self.host.name, self.state, self.record, {self.host.name: self.host}
@@ -135,11 +145,6 @@ class _Ending:
         if mark is not None:
             await self._gone(mark, AGENT_LINGER_S)
         self._known |= await self._living()
-
-    async def _note_agent(self) -> None:
-        mark = self._agent_mark
-        if mark is not None and await in_thread(self.host.alive, mark):
-            self._agent_ran = True
 
     async def end(self) -> None:
         """Whatever is left, agent or not."""
@@ -181,7 +186,7 @@ class _Ending:
     async def clear(self) -> None:
         place = await self._placed()
         await in_thread(self.host.remove, place.socket_dir)
-        if self._is_far:
+        if self.is_far:
             await in_thread(clear, self.host, place)
 
     async def _placed(self) -> Placement:

@@ -127,6 +127,20 @@ def test_actors_and_engines_prove_different_keys(tmp_path: Path) -> None:
     assert len({key, actor_key(key), handoff_key(key).hex()}) == 3
 
 
+def test_what_was_taken_down_is_known_until_the_next_launch(tmp_path: Path) -> None:
+    """By its record beside its logs; one that can't be read is as none."""
+    with written(tmp_path) as (state, record):
+        assert state.read_ended() is None
+        state.write_ended(record)
+        state.clear()
+        assert (state.read(), state.read_ended()) == (None, record)
+        assert [p.name for p in state.path.iterdir()] == ["logs"]
+        (state.logs / "ended.json").write_text("{}")
+        assert state.read_ended() is None
+        state.clear_logs()
+        assert list(state.logs.iterdir()) == []
+
+
 def test_keys_differ_from_one_launch_to_the_next(tmp_path: Path) -> None:
     """The key is generated per cluster at `up`."""
     with written(tmp_path) as (state, _):

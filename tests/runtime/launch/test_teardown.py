@@ -11,11 +11,15 @@ from typing import Any
 import anyio
 import msgspec
 import pytest
-from runtime.clusters import answering, reach, start_agent, sweep, written
+from runtime.clusters import answering, free_port, reach, start_agent, sweep, written
+from runtime.nearby import NearbyHost
 
 from pdctl.engines.channel import RUN_ENV
 from pdctl.engines.interface import Command
 from pdctl.errors import HostError
+from pdctl.runtime.agent import journal
+from pdctl.runtime.agent.journal import Entry, Journal
+from pdctl.runtime.cluster.placement import placement
 from pdctl.runtime.cluster.state import ClusterRecord, StateDir
 from pdctl.runtime.hosts.interface import Mark
 from pdctl.runtime.hosts.local import LocalHost
@@ -25,6 +29,7 @@ from pdctl.runtime.launch import teardown
 from pdctl.runtime.launch.events import LaunchEvent
 from pdctl.runtime.launch.teardown import take_down
 from pdctl.runtime.machine import process
+from pdctl.topology.model import Host
 
 pytestmark = pytest.mark.anyio
 
@@ -146,6 +151,49 @@ class OddHost(LocalHost):
         if self._deathless:
             raise HostError(f"{path} can't be removed")
         super().remove(path)
+
+
+@pytest.mark.engine
+async def test_what_the_keeper_ends_on_another_host_is_named(tmp_path: Path) -> None:
+    """A replica there is among what was stopped; it is kept where its logs lie."""
+    stopped: list[LaunchEvent] = []
+    async with running(tmp_path) as (state, local):
+        record = with_far(local)
+        far = NearbyHost("far", tmp_path / "far")
+        place = placement(far, record)
+        far.make_dir(place.state)
+        until_p0_ends = f"while kill -0 {replica_pid(state, 'p0')} 2>&-; do sleep 0.05; done"
+        mark = far.spawn(Command(argv=("sh", "-c", until_p0_ends)), log=f"{tmp_path}/d9.log")
+        entry = Entry(name="d9", mark=mark, started_at=1.0, incarnation=1, restarts=0, wanted=True)
+        journal.write(Path(place.state, "agent-far.json"), Journal(entries=(entry,)))
+        hosts = {"local": LocalHost(), "far": far}
+        assert await take_down(state, record, stopped.append, hosts=hosts) == ()
+        far.close()
+        assert not process.is_alive(mark)
+        assert sorted(e.subject for e in stopped) == ["agent", "d0", "d9", "p0"]
+        assert only_logs(state)
+        ended = state.read_ended()
+        assert ended is not None
+        assert ended.plan == record.plan
+
+
+def with_far(record: ClusterRecord) -> ClusterRecord:
+    """The same cluster with an agent on a host "far"."""
+    topology, plan = record.topology, record.plan
+    hosts = {**topology.hosts, "far": Host(name="far", ssh="far")}
+    ports = {**plan.agent_ports, "far": free_port()}
+    return msgspec.structs.replace(
+        record,
+        topology=msgspec.structs.replace(topology, hosts=hosts),
+        plan=msgspec.structs.replace(plan, agent_ports=ports),
+    )
+
+
+def replica_pid(state: StateDir, name: str) -> int:
+    entry = journal.read(state.journal("local")).entry(name)
+    assert entry is not None
+    assert entry.mark is not None
+    return entry.mark.pid
 
 
 async def test_what_does_not_end_is_named_and_the_state_is_kept(

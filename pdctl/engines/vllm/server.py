@@ -10,11 +10,19 @@ from __future__ import annotations
 import os
 import runpy
 import sys
+from collections.abc import MutableMapping
 
 from pdctl.engines.channel import REPLICA_ENV, SOCKET_ENV
 from pdctl.errors import LaunchError, UsageError
 
 SERVER_MODULE = "vllm.entrypoints.openai.api_server"
+
+
+def keep_to_loopback(environment: MutableMapping[str, str]) -> None:
+    """R60: of torch's process groups, gloo's listen for anybody at the address that the host's
+    name leads to, often the network's; those of one process need no more than loopback."""
+    if sys.platform == "linux":
+        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
 def main() -> None:
@@ -26,6 +34,7 @@ def main() -> None:
         sys.exit(UsageError.exit_code)
     # a model's "~" is this host's home
     sys.argv = [os.path.expanduser(argument) for argument in sys.argv]
+    keep_to_loopback(os.environ)
     try:
         serve()
     except (OSError, RuntimeError, ValueError) as error:

@@ -95,7 +95,11 @@ class PdctlConnector(KVConnectorBase_V1):  # type: ignore[misc]
         except ValueError as error:
             raise LaunchError(f"vLLM's KV memory can't be converted: {error}") from error
         self._blocks = blocks
-        session.open(_loaded(config, kv_caches, blocks.block_tokens), blocks.page_memory)
+        loaded = _loaded(config, kv_caches, blocks.block_tokens)
+        try:
+            session.open(loaded, blocks.page_memory)
+        except MemoryError as error:
+            raise LaunchError(str(error), hint="lower handoff.buffer_bytes") from error
         self._worker = WorkerHalf(session, blocks)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:

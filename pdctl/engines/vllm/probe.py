@@ -12,6 +12,7 @@ import os
 import platform
 import sys
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -82,8 +83,12 @@ def _positions(config: Any) -> dict[str, Any]:
 def _layout_problems(config: Any, block_size: int) -> list[str]:
     from vllm.platforms import current_platform
 
+    if current_platform.is_cuda():
+        # its attention backend, and so its layout, is known once the engine has started
+        known = find_spec("triton") is not None
+        return [] if known else ["KV blocks on a GPU are converted with triton, which is missing"]
     if not current_platform.is_cpu():
-        return [f"KV blocks of vLLM on {current_platform.device_name} are not converted yet"]
+        return [f"KV blocks of vLLM on {current_platform.device_name} are not converted"]
     from pdctl.engines.vllm.layout import cpu_isa
 
     try:

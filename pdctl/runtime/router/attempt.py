@@ -53,6 +53,10 @@ class Delivery(Protocol):
         """The handoff failed and the decode replica computed the prompt itself."""
         ...
 
+    def prefilled(self, body: bytes) -> None:
+        """Prefill's own answer, which no client sees."""
+        ...
+
     async def whole(self, body: bytes, content_type: str) -> None:
         """The one answer of a request that does not stream."""
         ...
@@ -152,7 +156,7 @@ class Attempt:
     async def _run_prefill(self, call: EngineCall, tasks: TaskGroup) -> None:
         try:
             await call.send()
-            await call.whole()
+            self._delivery.prefilled(await call.whole())
         except RequestFailed as failure:
             self._fail(failure, tasks)
         else:

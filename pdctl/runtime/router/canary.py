@@ -1,10 +1,12 @@
 """A real generation through every path before it takes traffic, and what it must show.
 
 A pair's canary sends one completion prefill → decode and compares the first tokens with what
-the decode engine computes alone, step by step, on the log probabilities of the ten most
-likely tokens. Then a chat request goes the same way, so that templates which the two engines
-render differently fail on the handoff's token digest. An ordinary replica's canary is the
-same two requests without a comparison.
+one of the two engines computes alone, step by step, on the log probabilities of the ten most
+likely tokens: the decode engine where it can serve alone, else the prefill engine. Where neither
+can (SGLang → SGLang), prefill computes the same tokens one at a time: each handoff's first token
+is prefill's own, of a prompt that is one token longer. Then a chat request goes the same way, so
+that templates which the two engines render differently fail on the handoff's token digest. An
+ordinary replica's canary is the same two requests without a comparison.
 
 The bound. The decode engine's own rounding is in both answers; what is left is the pages' 16
 bits and prefill's arithmetic. Measured with MLX on SmolLM2-135M and on nine random Llama,
@@ -25,11 +27,13 @@ from typing import Any
 
 import msgspec
 
+from pdctl.engines.interface import EngineSpec
 from pdctl.engines.registry import spec_for
 from pdctl.runtime.router.endpoints import CHAT_COMPLETIONS, COMPLETIONS
 from pdctl.runtime.router.failure import RequestFailed
 from pdctl.runtime.router.members import Roster, Verdict
-from pdctl.runtime.router.policy import Path
+from pdctl.runtime.router.policy import SERVES_ALONE, Path
+from pdctl.runtime.router.ranking import CanaryFailed, Step, difference, prompt_of, steps_of
 from pdctl.runtime.router.relay import Relay
 from pdctl.runtime.router.request import Ask
 from pdctl.topology.model import ComputeDtype, Dtype
@@ -55,27 +59,12 @@ PROMPT = (
 QUESTION = "Name one colour."
 
 
-class Token(msgspec.Struct, frozen=True):
-    id: int
-    logprob: float
-
-
-class Step(msgspec.Struct, frozen=True):
-    """One sampled token and the likeliest ones at its place."""
-
-    chosen: int
-    top: tuple[Token, ...]
-
-
-class CanaryFailed(Exception):
-    pass
-
-
 class Ledger:
-    """A delivery that keeps the answer."""
+    """A delivery that keeps the answer, and prefill's own."""
 
     def __init__(self) -> None:
         self.body = b""
+        self.prefilled_body = b""
         self.begun = False
 
     def route(self, path: Path, room: int | None, retried: Path | None) -> None:
@@ -83,6 +72,9 @@ class Ledger:
 
     def recomputed(self, path: Path) -> None:
         return
+
+    def prefilled(self, body: bytes) -> None:
+        self.prefilled_body = body
 
     async def whole(self, body: bytes, content_type: str) -> None:
         self.body = body
@@ -94,19 +86,29 @@ class Ledger:
         return
 
 
-def completion(model: str, ranking: Mapping[str, Any]) -> Ask:
+def completion(
+    model: str,
+    ranking: Mapping[str, Any],
+    prompt: str | list[int] = PROMPT,
+    tokens: int = TOKENS,
+) -> Ask:
     """Greedy, with log probabilities, past every prompt cache: a salt that is used once finds
     nothing in an engine's, and leaves nothing to be found."""
     body: dict[str, Any] = {
         "model": model,
-        "prompt": PROMPT,
-        "max_tokens": TOKENS,
+        "prompt": prompt,
+        "max_tokens": tokens,
         "temperature": 0.0,
         "pdctl_cache": False,
         "cache_salt": secrets.token_hex(8),
         **ranking,
     }
     return Ask(endpoint=COMPLETIONS, body=body, stream=False)
+
+
+def with_ranking(ask: Ask, ranking: Mapping[str, Any]) -> Ask:
+    """The same, whose prefill leg ranks its one token too."""
+    return msgspec.structs.replace(ask, prefill_fields=dict(ranking))
 
 
 def chat(model: str) -> Ask:
@@ -127,78 +129,6 @@ def bound_of(plan: Plan, path: Path) -> float:
     if ComputeDtype.BFLOAT16 in computed:
         return BOUNDS[Dtype.BFLOAT16]
     return BOUNDS[plan.dtype]
-
-
-def steps_of(body: bytes) -> tuple[Step, ...]:
-    """The sampled tokens of an answer with log probabilities: `logprobs.content` with ids, or
-    completions' older form with tokens named by id.
-
-    Raises:
-        CanaryFailed: it has none.
-    """
-    try:
-        given = msgspec.json.decode(body)["choices"][0]["logprobs"]
-        if "content" in given:
-            return tuple(_step(entry) for entry in given["content"])
-        ranked = zip(given["tokens"], given["top_logprobs"], strict=True)
-        return tuple(_older_step(token, top) for token, top in ranked)
-    except (msgspec.DecodeError, LookupError, TypeError, ValueError, AttributeError) as error:
-        raise CanaryFailed(f"its answer has no log probabilities ({error!r})") from None
-
-
-def _step(entry: dict[str, Any]) -> Step:
-    top = tuple(Token(int(t["id"]), float(t["logprob"])) for t in entry["top_logprobs"])
-    return Step(int(entry["id"]), top)
-
-
-def _older_step(token: str, top: dict[str, float]) -> Step:
-    likeliest = tuple(Token(_id_of(name), float(value)) for name, value in top.items())
-    return Step(_id_of(token), likeliest)
-
-
-def _id_of(name: str) -> int:
-    return int(name.removeprefix("token_id:"))
-
-
-def difference(alone: Sequence[Step], handed: Sequence[Step], bound: float) -> str | None:
-    """What shows that the handed-over KV is not the engine's own; None when nothing does.
-
-    Steps are compared while both chose the same token; where they part, the two choices must
-    have been within `bound` of each other.
-    """
-    if not alone or not handed:
-        return "no token was generated"
-    for at, (own, other) in enumerate(zip(alone, handed, strict=False)):
-        worst = _worst(own, other)
-        if not worst <= bound:
-            return (
-                f"log probabilities at token {at} differ by {worst:.2f} from what the engine "
-                f"computes alone (at most {bound:g} is rounding): the KV cache is not its own"
-            )
-        if own.chosen != other.chosen:
-            return None
-    return None
-
-
-def _worst(own: Step, other: Step) -> float:
-    """Largest difference over both lists; a token that one list lacks is at most as likely
-    there as that list's last."""
-    left, right = _by_id(own), _by_id(other)
-    floors = min(left.values()), min(right.values())
-    worst = 0.0
-    for token in left.keys() | right.keys():
-        if token in left and token in right:
-            apart = abs(left[token] - right[token])
-        elif token in left:
-            apart = left[token] - floors[1]
-        else:
-            apart = right[token] - floors[0]
-        worst = max(worst, apart) if apart == apart else float("inf")
-    return worst
-
-
-def _by_id(step: Step) -> dict[int, float]:
-    return {token.id: token.logprob for token in step.top} or {step.chosen: 0.0}
 
 
 class Canary:
@@ -225,30 +155,60 @@ class Canary:
 
     async def _try(self, path: Path) -> None:
         if path.prefill is None:
-            steps_of(await self._answer(path, self._completion(path)))
+            steps_of(await self._answer(path, self._completion(path.decode)))
         else:
-            alone = await self._computed_alone(path.decode)
-            handed = steps_of(await self._answer(path, self._completion(path)))
-            found = difference(alone, handed, bound_of(self._roster.plan, path))
-            if found is not None:
-                raise CanaryFailed(found)
+            await self._compare(path.prefill, path)
         await self._answer(path, chat(self._model))
 
-    def _completion(self, path: Path) -> Ask:
-        engine = self._roster.plan.replica(path.decode).engine
-        return completion(self._model, spec_for(engine).ranking)
+    async def _compare(self, prefill: str, path: Path) -> None:
+        """Raises CanaryFailed."""
+        lone = next((name for name in (path.decode, prefill) if self._serves_alone(name)), None)
+        alone = await self._computed_alone(lone) if lone is not None else ()
+        handed = steps_of(await self._answer(path, self._completion(path.decode)))
+        if lone is None:
+            alone = await self._one_at_a_time(prefill, path, handed)
+        taken = 0 if self._spec(path.decode).recomputes_last_token else 1
+        found = difference(alone, handed, bound_of(self._roster.plan, path), taken)
+        if found is not None:
+            raise CanaryFailed(found)
 
     async def _computed_alone(self, name: str) -> tuple[Step, ...]:
         incarnation = self._roster.incarnations(Path(None, name))[0]
         known = self._alone.get((name, incarnation))
         if known is None:
             path = Path(None, name)
-            known = steps_of(await self._answer(path, self._completion(path)))
+            known = steps_of(await self._answer(path, self._completion(name)))
             self._alone[name, incarnation] = known
         return known
 
+    async def _one_at_a_time(
+        self, prefill: str, path: Path, handed: Sequence[Step]
+    ) -> tuple[Step, ...]:
+        """Prefill's ranking of each token that was handed over, after all that were before it."""
+        ranking = self._spec(prefill).ranking
+        prompt: str | list[int] = PROMPT
+        found: list[Step] = []
+        for step in handed:
+            ask = completion(self._model, ranking, prompt, 1)
+            body = (await self._tried(path, with_ranking(ask, ranking))).prefilled_body
+            found += steps_of(body)
+            prompt = [*(prompt_of(body) if isinstance(prompt, str) else prompt), step.chosen]
+        return tuple(found)
+
+    def _completion(self, name: str) -> Ask:
+        return completion(self._model, self._spec(name).ranking)
+
+    def _spec(self, name: str) -> EngineSpec:
+        return spec_for(self._roster.plan.replica(name).engine)
+
+    def _serves_alone(self, name: str) -> bool:
+        return self._roster.plan.replica(name).engine in SERVES_ALONE
+
     async def _answer(self, path: Path, ask: Ask) -> bytes:
+        return (await self._tried(path, ask)).body
+
+    async def _tried(self, path: Path, ask: Ask) -> Ledger:
         ledger = Ledger()
         timeout_s = min(self._roster.plan.timeout_s, TIMEOUT_S)
         await self._relay.attempt(path, ask, ledger, timeout_s=timeout_s)
-        return ledger.body
+        return ledger

@@ -54,6 +54,9 @@ class ClientDelivery:
         self.path = path.text
         self.headers[PATH_HEADER] = path.text
 
+    def prefilled(self, body: bytes) -> None:
+        return
+
     async def whole(self, body: bytes, content_type: str) -> None:
         self.first_at_s = monotonic_s()
         headers = {**self.headers, "content-type": content_type}

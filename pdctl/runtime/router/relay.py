@@ -178,7 +178,7 @@ class Relay:
         else:
             leg = self._leg(path, seats[0], room, timeout_s)
             legs = [
-                ("prefill", specs[0].prefill_body(ask.body, leg)),
+                ("prefill", {**specs[0].prefill_body(ask.body, leg), **ask.prefill_fields}),
                 ("decode", specs[1].decode_body(ask.body, leg)),
             ]
         return [

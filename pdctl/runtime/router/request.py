@@ -80,6 +80,8 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     endpoint: str
     body: dict[str, Any]
     stream: bool
+    prefill_fields: dict[str, Any] = {}
+    """What the prefill leg's body has besides; a canary's."""
 
 
 class Refuses(Protocol):

@@ -12,7 +12,7 @@ from typing import Any
 
 import aiohttp
 import anyio
-from runtime.router.fakes import FakeEngine, StubKeeper
+from runtime.router.fakes import FakeEngine, StubKeeper, engine_of
 
 from pdctl.engines.channel import RouterAssignment
 from pdctl.runtime.router.server import Router, attached
@@ -20,7 +20,6 @@ from pdctl.topology.contract import Attention, Contract, Positions
 from pdctl.topology.model import (
     ComputeDtype,
     Dtype,
-    Engine,
     OnFailure,
     Replica,
     Role,
@@ -80,13 +79,13 @@ def _replica(name: str) -> ReplicaPlan:
     return ReplicaPlan(
         name=name,
         host="local",
-        engine=Engine.MLX,
+        engine=engine_of(name),
         role=role,
         model="/m",
         dtype=Dtype.FLOAT16,
         compute_dtype=ComputeDtype.FLOAT32,
         http_port=1,
-        declared=Replica(name=name, engine=Engine.MLX, role=role, model="/m"),
+        declared=Replica(name=name, engine=engine_of(name), role=role, model="/m"),
     )
 
 

@@ -35,6 +35,11 @@ STEPS = [
 ]
 
 
+def engine_of(name: str) -> Engine:
+    """ "ps0" and "ds0" are SGLang's; all others are MLX's."""
+    return Engine.SGLANG if name[1:2] == "s" else Engine.MLX
+
+
 class FakeEngine:
     """One HTTP server that answers like an MLX replica, unless told otherwise.
 
@@ -93,7 +98,7 @@ class FakeEngine:
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
-        leg = body.get("pdctl")
+        leg = body.get("pdctl") or body.get("custom_params", {}).get("pdctl")
         kind = "alone"
         if leg is not None:
             kind = "prefill" if leg["prefill"] == self.name else "decode"
@@ -120,7 +125,7 @@ class FakeEngine:
     def member(self, state: str = "ready", cause: str | None = None) -> MemberState:
         return MemberState(
             name=self.name,
-            engine=Engine.MLX,
+            engine=engine_of(self.name),
             role=self.role,
             host="local",
             state=state,

@@ -16,14 +16,8 @@ from runtime.router.cluster import CHAT, cluster, eventually
 from runtime.router.fakes import FakeEngine, answers, fails, says, stalls_then, whole_of
 
 from pdctl.runtime.router import ward
-from pdctl.runtime.router.canary import (
-    BOUNDS,
-    CanaryFailed,
-    Step,
-    Token,
-    difference,
-    steps_of,
-)
+from pdctl.runtime.router.canary import BOUNDS
+from pdctl.runtime.router.ranking import CanaryFailed, Step, Token, difference, steps_of
 from pdctl.topology.model import Dtype
 
 pytestmark = pytest.mark.anyio

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import tiny
 
-from pdctl.runtime.router.canary import BOUNDS, PROMPT, TOKENS, TOP, Step, Token, difference
+from pdctl.runtime.router.canary import BOUNDS, PROMPT, TOKENS, TOP
+from pdctl.runtime.router.ranking import Step, Token, difference
 from pdctl.topology.model import Dtype
 
 mx = pytest.importorskip("mlx.core")

@@ -5,17 +5,12 @@ from __future__ import annotations
 from functools import cache
 
 from pdctl.engines.interface import EngineSpec
-from pdctl.errors import TopologyError
 from pdctl.topology.model import Engine
 
 
 @cache
 def spec_for(engine: Engine) -> EngineSpec:
-    """The control side of one engine.
-
-    Raises:
-        TopologyError: this version of pdctl does not serve that engine.
-    """
+    """The control side of one engine."""
     if engine is Engine.MLX:
         from pdctl.engines.mlx.spec import MlxSpec
 
@@ -24,7 +19,6 @@ def spec_for(engine: Engine) -> EngineSpec:
         from pdctl.engines.vllm.spec import VllmSpec
 
         return VllmSpec()
-    raise TopologyError(
-        f'engine "{engine.value}" is not in this version of pdctl',
-        hint='use engine = "mlx" or "vllm"',
-    )
+    from pdctl.engines.sglang.spec import SglangSpec
+
+    return SglangSpec()

@@ -11,8 +11,6 @@ from typing import NamedTuple
 from pdctl.topology.diagnostics import Diagnostic
 from pdctl.topology.model import Disaggregate, Engine, Policy, Role, Topology, Transport
 
-SERVED_ENGINES = frozenset({Engine.MLX, Engine.VLLM})
-
 NOT_YET = "not in this version"
 
 
@@ -30,13 +28,6 @@ class Limit(NamedTuple):
     code: str
     find: Callable[[Topology], Iterable[Hit]]
     hint: str
-
-
-def _engines(topology: Topology) -> Iterable[Hit]:
-    for i, r in enumerate(topology.replicas):
-        if r.engine not in SERVED_ENGINES:
-            text = f'replica "{r.name}": engine "{r.engine}" is {NOT_YET}; it serves mlx, vllm'
-            yield Hit(text, f"replicas[{i}].engine", r.name)
 
 
 def _transport(kind: Transport) -> Callable[[Topology], Iterable[Hit]]:
@@ -69,7 +60,6 @@ def ordinary_replicas(topology: Topology) -> int:
 
 
 LIMITS: tuple[Limit, ...] = (
-    Limit("engine", _engines, 'write engine = "mlx" or engine = "vllm"'),
     Limit("transport", _transport(Transport.NATIVE), 'write transport = "auto"'),
     Limit("transport", _transport(Transport.NIXL), 'write transport = "auto"'),
     Limit(

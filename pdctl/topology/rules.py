@@ -9,7 +9,7 @@ from pdctl.topology import addresses, limits
 from pdctl.topology.contract import Contract
 from pdctl.topology.diagnostics import Diagnostic, Severity
 from pdctl.topology.fields import split_address
-from pdctl.topology.model import PAGE_TOKENS, Replica, Role, Topology
+from pdctl.topology.model import PAGE_TOKENS, Engine, OnFailure, Replica, Role, Topology
 from pdctl.topology.sizes import approximate_size
 
 RESERVED_NAMES = frozenset({"router", "agent"})
@@ -189,6 +189,23 @@ def _unused(topology: Topology) -> Iterable[Diagnostic]:
         )
 
 
+def _recompute(topology: Topology) -> Iterable[Diagnostic]:
+    """An SGLang decode replica never computes a prompt, so it can't recompute one."""
+    if topology.handoff.on_failure is not OnFailure.RECOMPUTE:
+        return
+    for i, r in enumerate(topology.replicas):
+        if r.role is Role.DECODE and r.engine is Engine.SGLANG:
+            yield _error(
+                "no_recompute",
+                f'replica "{r.name}": on_failure = "recompute" is impossible, because a decode '
+                "replica of sglang computes no prompt",
+                f"replicas[{i}].engine",
+                r.name,
+                'write on_failure = "error" and add an ordinary replica (role = "both") of the '
+                "model: requests go there when no pair can serve",
+            )
+
+
 def _roles(topology: Topology) -> Iterable[Diagnostic]:
     by_role: dict[Role, list[Replica]] = {role: [] for role in Role}
     for r in topology.replicas:
@@ -217,6 +234,7 @@ RULES: tuple[Callable[[Topology], Iterable[Diagnostic]], ...] = (
     addresses.routes,
     _exposure,
     _unused,
+    _recompute,
 )
 
 

@@ -55,7 +55,6 @@ def without(replica: str) -> str:
             "relative_path",
             'python "venv/bin/python"',
         ),
-        (edited('"mlx"', '"sglang"'), "unsupported_engine", '"sglang" is not in this version'),
         (
             edited("timeout_s = 30", 'transport = "nixl"'),
             "unsupported_transport",

@@ -1,0 +1,95 @@
+"""How SGLang's scheduler process joins its cluster: it owns the KV memory, so the key and the
+contract come over the agent's 0600 socket into this process alone."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+from typing import Any
+
+import msgspec
+
+from pdctl.engines.session import Session
+from pdctl.engines.sglang.effective import loaded
+from pdctl.engines.sglang.pool import SlotPool
+from pdctl.errors import LaunchError
+from pdctl.handoff.counters import CounterBoard, Counters
+from pdctl.handoff.page import PageGeometry
+from pdctl.topology.model import Engine, Role
+
+log = logging.getLogger("pdctl.engines.sglang")
+
+SERVED_PATH = "/ready"
+"""SGLang's HTTP server answers 200 there once its warm-up has gone through."""
+
+QUEUES = (
+    "waiting_queue",
+    "disagg_prefill_inflight_queue",
+    "disagg_prefill_bootstrap_queue",
+    "disagg_decode_prealloc_queue",
+    "disagg_decode_transfer_queue",
+)
+"""Where a scheduler keeps requests that no batch runs."""
+
+_board = CounterBoard()
+
+
+def board() -> CounterBoard:
+    """This process's counters; nobody reads them before it has joined."""
+    return _board
+
+
+def join(_: Any, scheduler: Any) -> None:
+    """After `Scheduler.init_disaggregation`: before any request.
+
+    Raises:
+        LaunchError: no agent, or this is not the SGLang that the plug-in knows. The scheduler
+            ends, and its server with it.
+    """
+    global _board
+    logging.getLogger("pdctl").setLevel(logging.INFO)
+    _check_hooks()
+    session = Session(
+        os.environ,
+        scheduler.server_args.port,
+        engine=Engine.SGLANG,
+        served_path=SERVED_PATH,
+        counters=lambda: _counters(scheduler),
+    )
+    assigned = session.attach()
+    _board = session.board
+    if assigned.role is not Role.BOTH:
+        queue = scheduler.disagg_prefill_bootstrap_queue or scheduler.disagg_decode_prealloc_queue
+        memory = scheduler.token_to_kv_pool_allocator.get_kvcache()
+        try:
+            pool = SlotPool(memory, PageGeometry.of(assigned.contract))
+        except (AttributeError, ValueError) as error:
+            raise LaunchError(f"SGLang's KV memory can't be converted: {error}") from error
+        queue.kv_manager.join(session, pool, scheduler)
+    session.open(loaded(scheduler))
+    atexit.register(session.close)
+
+
+def _check_hooks() -> None:
+    """SGLang logs a hook that can't be applied, and goes on without it."""
+    import pkgutil
+
+    from pdctl.engines.sglang.hooks import HOOKS
+
+    for hook in HOOKS:
+        if not hasattr(pkgutil.resolve_name(hook.target), "__wrapped__"):
+            raise LaunchError(f"SGLang did not apply the hook on {hook.target}")
+
+
+def _counters(scheduler: Any) -> Counters:
+    """On the attachment's thread, while the scheduler goes on: a look, not a lock."""
+    running = {id(req) for req in scheduler.running_batch.reqs}
+    if scheduler.chunked_req is not None:
+        running.add(id(scheduler.chunked_req))
+    waiting = sum(_length(getattr(scheduler, name, None)) for name in QUEUES)
+    return msgspec.structs.replace(_board.read(), requests_active=len(running) + waiting)
+
+
+def _length(queue: Any) -> int:
+    return len(getattr(queue, "queue", queue) or ())

@@ -1,0 +1,164 @@
+"""The prefill end of one request's handoff, as SGLang's scheduler sees it.
+
+    Bootstrapping     until the pages of the whole prompt are reserved
+    WaitingForInput   prefill may compute; each chunk goes through `send`
+    Transferring      all of it was given to `send`
+    Success, Failed   the receiver has committed; or nothing is read from the blocks any more
+
+Threads: the scheduler's calls everything that SGLang names; the exporter's copies; the
+handoff's own call `_on_reserved` and `_on_settled`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from sglang.srt.disaggregation.base.conn import BaseKVSender, KVPoll, KVTransferMetric
+
+from pdctl.engines.interface import Leg
+from pdctl.engines.sglang.exchange import Exchange
+from pdctl.engines.sglang.spec import failure_text
+from pdctl.errors import HandoffError
+from pdctl.handoff.sender import Outbound
+from pdctl.topology.model import PAGE_TOKENS
+from pdctl.trace import monotonic_s
+
+log = logging.getLogger("pdctl.engines.sglang")
+
+PART_BLOCKS = 4
+"""Copied at a time: an abort holds the scheduler for no longer than one such copy."""
+
+
+class PrefillLeg(BaseKVSender):  # type: ignore[misc]
+    """Made by SGLang's bootstrap queue, whose arguments differ from version to version."""
+
+    def __init__(self, mgr: Exchange, bootstrap_addr: str, bootstrap_room: int, **_: Any) -> None:
+        self.kv_mgr = mgr
+        self._room = bootstrap_room
+        self._outbound: Outbound | None = None
+        self._tokens = 0
+        self._reserved_at: float | None = None
+        self._error: HandoffError | None = None
+        self._settled = False
+        self._copying = threading.Lock()
+        self._abandoned = False
+        self._blocks = self._given = 0
+        self._row: int | None = None
+
+    def begin(self, leg: Leg, token_ids: Sequence[int]) -> None:
+        """Opens the room. What is wrong with it shows at the next `poll`."""
+        self._tokens = len(token_ids)
+        try:
+            self._outbound = self.kv_mgr.sender.admit(
+                leg, token_ids, on_reserved=self._on_reserved, on_settled=self._on_settled
+            )
+        except HandoffError as error:
+            self._error = error
+            self.kv_mgr.report(leg, "prefill", error)
+
+    # -- SGLang's scheduler
+
+    def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
+        self._blocks, self._row = num_kv_indices, aux_index
+
+    def should_send_kv_chunk(self, num_pages: int, last_chunk: bool) -> bool:
+        return num_pages > 0 or last_chunk
+
+    def send(self, kv_indices: Any, state_indices: Any = None, num_kv_tokens: Any = None) -> None:
+        """The next blocks of the prompt are computed; with the last one, the first token is."""
+        computed_at = monotonic_s()
+        blocks = [int(block) for block in kv_indices]
+        first = self._given
+        self._given += len(blocks)
+        token = self.kv_mgr.first_token(self._row) if self._given >= self._blocks else None
+        if token is not None and self._reserved_at is not None:
+            self.kv_mgr.observe("prefill", computed_at - self._reserved_at)
+        self.kv_mgr.exporter.put(lambda: self._export(first, blocks, token, computed_at))
+
+    def poll(self) -> int:
+        if self._error is not None or (self._settled and not self._done):
+            return int(KVPoll.Failed)
+        if self._settled:
+            return int(KVPoll.Success)
+        if self._reserved_at is None:
+            return int(KVPoll.Bootstrapping)
+        given = 0 < self._blocks <= self._given
+        return int(KVPoll.Transferring if given else KVPoll.WaitingForInput)
+
+    def abort(self) -> None:
+        """SGLang takes the blocks back when this has returned: it waits for the part of a copy
+        that is under way, and no other begins."""
+        if self._outbound is not None:
+            self._outbound.cancel()
+        self._abandoned = True
+        with self._copying:
+            pass
+
+    def clear(self) -> None:
+        return
+
+    def failure_exception(self) -> None:
+        error = self._error or (self._outbound.error if self._outbound is not None else None)
+        error = error or HandoffError("the handoff ended")
+        raise RuntimeError(failure_text(error.cause, error.message))
+
+    def get_transfer_metric(self) -> KVTransferMetric:
+        return KVTransferMetric()
+
+    def mark_prefill_complete(self) -> None:
+        return
+
+    # -- inside
+
+    @property
+    def _done(self) -> bool:
+        return self._outbound is not None and self._outbound.done
+
+    def _export(self, first: int, blocks: list[int], token: int | None, computed_at: float) -> None:
+        outbound = self._outbound
+        if outbound is None:
+            return
+        try:
+            for at in range(0, len(blocks), PART_BLOCKS):
+                part = blocks[at : at + PART_BLOCKS]
+                last = token is not None and at + PART_BLOCKS >= len(blocks)
+                self._copy(outbound, first + at, part, last, computed_at)
+            if token is not None:
+                outbound.finish(token)
+        except HandoffError as error:
+            log.debug("room=%s nothing more is exported: %s", self._room, error)
+        # a copy that fails ends that handoff; the engine and the others go on (R34)
+        except Exception as error:
+            log.exception("room=%s the export failed", self._room)
+            outbound.fail(HandoffError(f"the prefill engine failed: {error!r}"))
+
+    def _copy(
+        self, outbound: Outbound, first: int, blocks: list[int], last: bool, computed_at: float
+    ) -> None:
+        stop = min((first + len(blocks)) * PAGE_TOKENS, self._tokens)
+        if not last:
+            self._read(outbound, first, blocks, stop, computed_at)
+            return
+        # the tail's page may leave without the prompt's last position, while that is copied
+        self._read(outbound, first, blocks, stop - 1, computed_at)
+        if outbound.begin_last():
+            self._read(outbound, first + len(blocks) - 1, blocks[-1:], stop, computed_at)
+
+    def _read(
+        self, outbound: Outbound, first: int, blocks: list[int], stop: int, computed_at: float
+    ) -> None:
+        with self._copying:
+            if self._abandoned:
+                return
+            slots = stop - (first + len(blocks) - 1) * PAGE_TOKENS
+            self.kv_mgr.pool.read(blocks, first, slots, outbound.pages())
+        outbound.written(stop, computed_at)
+
+    def _on_reserved(self, outbound: Outbound) -> None:
+        self._reserved_at = monotonic_s()
+
+    def _on_settled(self, outbound: Outbound) -> None:
+        self._settled = True

@@ -65,6 +65,10 @@ class EngineSpec(Protocol):
     owned_options: frozenset[str]
     """Option names, normalised (lower case, `_` for `-`), that pdctl sets itself."""
 
+    constraints: frozenset[str]
+    """Fields of a body by which this engine, in any role, limits which token may come: the
+    first one too, where it samples just that (`first_token.py`)."""
+
     ranking: Mapping[str, Any]
     """Fields of a completion's body that make this engine name, at each place, the ten
     likeliest tokens by id, as the canary reads them."""

@@ -40,6 +40,7 @@ class MlxSpec:
     supported = ("0.31.3", "0.33")
     recomputes_last_token = True
     owned_options = frozenset(OWNED)
+    constraints: frozenset[str] = frozenset()
     ranking: Mapping[str, Any] = {"logprobs": True, "top_logprobs": 10}
 
     def check(self, replica: Replica) -> list[Diagnostic]:

@@ -70,6 +70,10 @@ FROM_PREFILL = {
 }
 """What a decode replica can't honour, since it takes its first token from P."""
 
+CONSTRAINTS = frozenset(
+    ("response_format", "json_schema", "regex", "ebnf", "tool_choice", "custom_logit_processor")
+)
+
 RID_DIGITS = 16
 """SGLang aborts by the beginning of an id: all have one length, so that none begins another."""
 
@@ -89,6 +93,7 @@ class SglangSpec:
     supported = ("0.5.21", "0.5.24")
     recomputes_last_token = False
     owned_options = frozenset(OWNED)
+    constraints = CONSTRAINTS
     ranking: Mapping[str, Any] = {"logprobs": 10, "return_token_ids": True}
 
     def check(self, replica: Replica) -> list[Diagnostic]:
@@ -205,5 +210,10 @@ def _refusals(body: dict[str, Any], role: Role) -> Iterator[tuple[str, str]]:
             yield name, reason
     if role is Role.DECODE:
         for name, reason in FROM_PREFILL.items():
-            if body.get(name) not in (None, False):
+            if body.get(name) or (name == "logprobs" and _is_zero(body.get(name))):
                 yield name, reason
+
+
+def _is_zero(asked: Any) -> bool:
+    """In completions' older form: the log probability of the token itself, and no others."""
+    return asked == 0 and not isinstance(asked, bool)

@@ -64,6 +64,7 @@ class VllmSpec:
     supported = ("0.28.0", "0.33")
     recomputes_last_token = True
     owned_options = frozenset(OWNED)
+    constraints: frozenset[str] = frozenset()
     ranking: Mapping[str, Any] = {"logprobs": 10, "return_tokens_as_token_ids": True}
 
     def check(self, replica: Replica) -> list[Diagnostic]:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from pdctl.engines.first_token import Constrains, unhonoured
 from pdctl.runtime.router.endpoints import CHAT_COMPLETIONS
 from pdctl.runtime.router.failure import RequestFailed, refused
 from pdctl.runtime.router.policy import Path, shown
@@ -84,8 +85,8 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     """What the prefill leg's body has besides; a canary's."""
 
 
-class Refuses(Protocol):
-    """The one method of an engine's spec that is used here."""
+class Refuses(Constrains, Protocol):
+    """What is used here of an engine's spec."""
 
     def refusals(self, body: dict[str, Any], role: Role) -> list[tuple[str, str]]: ...
 
@@ -280,11 +281,13 @@ def objections(
 ) -> RequestFailed | None:
     """What this path cannot honour, as a 400 naming parameter and path; None when all is
     fine. `specs`: each replica's engine spec, with the role it takes on this path."""
-    for spec, role in specs:
-        for parameter, reason in spec.refusals(body, role):
-            return refused(
-                f'"{parameter}" cannot be honoured on {path.text}: {reason}',
-                param=parameter,
-                code="unsupported_value",
-            )
+    found = [objection for spec, role in specs for objection in spec.refusals(body, role)]
+    if len(specs) > 1:
+        found += unhonoured(body, specs[0][0], specs[1][0])
+    for parameter, reason in found:
+        return refused(
+            f'"{parameter}" cannot be honoured on {path.text}: {reason}',
+            param=parameter,
+            code="unsupported_value",
+        )
     return None

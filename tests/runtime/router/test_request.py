@@ -137,8 +137,12 @@ def test_response_format_text_is_fine() -> None:
 
 
 class Picky:
-    def __init__(self, role: Role) -> None:
+    def __init__(
+        self, role: Role, constraints: frozenset[str] = frozenset(), *, recomputes: bool = True
+    ) -> None:
         self.role = role
+        self.constraints = constraints
+        self.recomputes_last_token = recomputes
 
     def refusals(self, body: dict[str, Any], role: Role) -> list[tuple[str, str]]:
         return [("seed", "its first token is P's")] if role is self.role else []
@@ -153,3 +157,39 @@ def test_what_a_pair_cannot_honour_names_parameter_and_pair() -> None:
     assert failure.param == "seed"
     assert "p0>d0" in failure.message
     assert objections({}, path, specs[:1]) is None
+
+
+GRAMMARS = frozenset({"regex", "response_format", "tool_choice"})
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"regex": "[a-z]+"},
+        {"response_format": {"type": "json_object"}},
+        {"tool_choice": "required"},
+        {"tool_choice": {"type": "function", "function": {"name": "f"}}},
+    ],
+)
+def test_a_constraint_that_prefill_does_not_put_on_the_first_token_is_refused(body: dict) -> None:
+    """R66: where decode takes that token. Where it samples it itself, or prefill applies the
+    same constraints, it is fine."""
+    path = Path("p0", "d0")
+    taker = (Picky(Role.BOTH, GRAMMARS, recomputes=False), Role.DECODE)
+    without, alike = Picky(Role.BOTH), Picky(Role.BOTH, GRAMMARS)
+    failure = objections(body, path, [(without, Role.PREFILL), taker])
+    assert failure is not None
+    assert failure.param in body
+    assert "first token" in failure.message
+    assert objections(body, path, [(alike, Role.PREFILL), taker]) is None
+    assert objections(body, path, [(without, Role.PREFILL), (alike, Role.DECODE)]) is None
+
+
+@pytest.mark.parametrize(
+    "body", [{"response_format": {"type": "text"}}, {"tool_choice": "auto"}, {"regex": ""}]
+)
+def test_what_constrains_nothing_is_fine_on_every_pair(body: dict) -> None:
+    """R65."""
+    taker = (Picky(Role.BOTH, GRAMMARS, recomputes=False), Role.DECODE)
+    specs = [(Picky(Role.BOTH), Role.PREFILL), taker]
+    assert objections(body, Path("p0", "d0"), specs) is None

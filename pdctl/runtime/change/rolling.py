@@ -114,10 +114,10 @@ class Rolling:
 
         with anyio.move_on_after(wait_s) as patience:
             await self._follow(done)
-        last = about(await self.keeper.snapshot(), name)
+        last = await self.keeper.snapshot()
         trouble = broken(last, name, patient=self.patient)
         if patience.cancelled_caught:
-            trouble = f"not back within {wait_s:g} s: {Progress.waiting(last)}"
+            trouble = f"not back within {wait_s:g} s: {Progress.waiting(about(last, name))}"
         if trouble is not None:
             raise await self._not_back(name, trouble)
 

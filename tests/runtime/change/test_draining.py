@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from pdctl.engines.channel import MemberState, PairState
 from pdctl.handoff.counters import Counters
 from pdctl.runtime.agent.view import RouterState, Snapshot
 from pdctl.runtime.change.draining import active, closing
-from pdctl.runtime.change.rolling import broken, has_joined, has_left, is_newer
+from pdctl.runtime.change.rolling import (
+    NotBack,
+    Rolling,
+    broken,
+    has_joined,
+    has_left,
+    is_newer,
+)
 from pdctl.topology.model import ComputeDtype, Dtype, Engine, Replica, Role, Transport
 from pdctl.topology.plan import PairPlan, Plan, ReplicaPlan
 
@@ -144,3 +153,31 @@ def test_it_has_left_once_it_serves_no_more_or_another_does() -> None:
     assert has_left(snapshot(member("p0", "stopping")), before, "p0")
     assert has_left(snapshot(member("p0", incarnation=2)), before, "p0")
     assert is_newer(snapshot(router=RouterState(state="ready", restarts=1)), before, "router")
+
+
+class Keeper:
+    """Shows one picture."""
+
+    def __init__(self, shown: Snapshot) -> None:
+        self.shown = shown
+
+    async def snapshot(self) -> Snapshot:
+        return self.shown
+
+
+@pytest.mark.anyio
+async def test_a_canary_that_fails_keeps_its_replica_from_rejoining(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`up` on a running cluster, and `restart`, fail where a pair's KV cache is not its own."""
+
+    async def not_back(self: Rolling, name: str, cause: str) -> NotBack:
+        return NotBack(cause)
+
+    monkeypatch.setattr(Rolling, "_not_back", not_back)
+    canary = path("p0", "d0", "failed", 2, 1)
+    shown = snapshot(member("p0", incarnation=2), member("d0"), pairs=(canary,))
+    record = SimpleNamespace(plan=plan("p0", "d0"))
+    work = Rolling(None, record, Keeper(shown), {}, lambda event: None)
+    with pytest.raises(NotBack, match="p0>d0 failed its canary"):
+        await work.rejoined("p0", snapshot(member("p0"), member("d0")), 5.0)

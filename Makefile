@@ -11,7 +11,11 @@ VLLM_STAMP := $(VLLM)/.stamp
 VLLM_NEWEST := .venv-vllm-newest
 VLLM_NEWEST_STAMP := $(VLLM_NEWEST)/.stamp
 VLLM_PYTHON ?= python3.11
-ENVIRONMENTS := $(PINNED_STAMP) $(VLLM_STAMP) $(VLLM_NEWEST_STAMP)
+SGLANG := .venv-sglang
+SGLANG_STAMP := $(SGLANG)/.stamp
+SGLANG_PYTHON ?= python3.11
+SGLANG_VERSION ?= 0.5.21
+ENVIRONMENTS := $(PINNED_STAMP) $(VLLM_STAMP) $(SGLANG_STAMP) $(VLLM_NEWEST_STAMP)
 PIP := -m pip --disable-pip-version-check --quiet
 PYTEST := $(BIN)/python -m pytest --durations=10 --durations-min=1
 
@@ -47,19 +51,19 @@ $(VLLM_STAMP) $(VLLM_NEWEST_STAMP): pyproject.toml
 	$(@D)/bin/python -c 'import vllm.entrypoints.openai.api_server'
 	@touch $@
 
-environments: $(ENVIRONMENTS)  ## what the engine suites need beside .venv (some 7 GB)
-
 $(SGLANG_STAMP): pyproject.toml tests/sglang_cpu/requirements.txt
 	$(SGLANG_PYTHON) -m venv $(SGLANG)
-	$(SGLANG)/bin/python $(PIP) install --requirement tests/sglang_cpu/requirements.txt
-	$(SGLANG)/bin/python $(PIP) install --no-deps 'sglang==$(SGLANG_VERSION)' 'torchvision==0.28.0'
+	$(SGLANG)/bin/python $(PIP_INSTALL_ENGINE) --requirement tests/sglang_cpu/requirements.txt
+	$(SGLANG)/bin/python $(PIP_INSTALL_ENGINE) --no-deps 'sglang==$(SGLANG_VERSION)' 'torchvision==0.28.0'
 	$(SGLANG)/bin/python $(PIP) install --no-deps ./tests/sglang_cpu
 	$(SGLANG)/bin/python $(PIP) install --no-deps --editable .
 	@touch $@
 
-venv-sglang: $(SGLANG_STAMP)  ## the environment of SGLang replicas on a CPU (Python 3.11)
+environments: $(ENVIRONMENTS)  ## what the engine suites need beside .venv (some 9 GB)
 
 venv-vllm: $(VLLM_STAMP)  ## the environment of vLLM replicas on a CPU (3.4 GB; Python 3.11)
+
+venv-sglang: $(SGLANG_STAMP)  ## the environment of SGLang replicas on a CPU (Python 3.11)
 
 demo: $(STAMP)  ## a real model answers through a prefill and a decode replica
 	$(BIN)/python examples/demo.py
@@ -71,7 +75,7 @@ test: $(STAMP)  ## the quick tests and the checks: no GPU, no network, no engine
 cases: $(STAMP)  ## which numbered cases have a test, and which have none
 	$(BIN)/python tests/cases.py
 
-test-engines: $(STAMP) $(VLLM_STAMP)  ## the suites that drive real engines
+test-engines: $(STAMP) $(VLLM_STAMP) $(SGLANG_STAMP)  ## the suites that drive real engines
 	$(BIN)/pdctl demo-model
 	$(PYTEST) -m "engine and not slow and not ssh"
 	$(VLLM)/bin/python -m pytest tests/engines/vllm/test_cuda_blocks.py
@@ -81,6 +85,9 @@ test-far: $(STAMP)  ## hosts over SSH: real sshds on loopback; skips where there
 
 test-vllm: $(STAMP) $(VLLM_STAMP)  ## of those, the ones about vLLM
 	$(PYTEST) -m "engine and not slow" tests/engine/test_vllm_*.py tests/e2e/test_vllm_*.py
+
+test-sglang: $(STAMP) $(VLLM_STAMP) $(SGLANG_STAMP)  ## of those, the ones about SGLang
+	$(PYTEST) -m "engine and not slow" tests/engine/test_sglang_*.py tests/e2e/test_sglang_*.py
 
 test-newest: $(STAMP) $(VLLM_NEWEST_STAMP)  ## text through pairs with the newest supported vLLM
 	PDCTL_TEST_VLLM_PYTHON=$(CURDIR)/$(VLLM_NEWEST)/bin/python $(PYTEST) -m engine tests/engine/test_vllm_pair.py

@@ -140,6 +140,8 @@ class Process:
     """One replica's server process and its agent. Use as a context."""
 
     spec: EngineSpec = SPEC
+    module = "pdctl.engines.mlx.server"
+    ready_s = WAIT_S
 
     def __init__(
         self,
@@ -153,9 +155,11 @@ class Process:
         buffer_bytes: int = 512 << 20,
         timeout_s: float = 60.0,
         on_failure: OnFailure = OnFailure.ERROR,
+        env: dict[str, str] | None = None,
         **options: Any,
     ) -> None:
         self.name, self.role, self.contract = name, role, contract
+        self._env = env or {}
         self._model_dir, self._options = model_dir, options
         self._log_path = folder / f"{name}.log"
         assignment = Assignment(
@@ -177,22 +181,27 @@ class Process:
         self.agent = StubAgent(folder / f"{name}.sock", assignment)
 
     def __enter__(self) -> Process:
-        argv = [PYTHON, "-m", "pdctl.engines.mlx.server", "--model", str(self._model_dir)]
+        argv = [PYTHON, "-m", self.module, "--model", str(self._model_dir)]
         argv += ["--host", "127.0.0.1", "--port", "0", *option_arguments(self._options)]
-        env = {**os.environ, "PDCTL_SOCKET": str(self.agent.path), "PDCTL_REPLICA": self.name}
+        env = {
+            **os.environ,
+            "PDCTL_SOCKET": str(self.agent.path),
+            "PDCTL_REPLICA": self.name,
+            **self._env,
+        }
         if Path(OPENBLAS).exists():
             env |= {"LD_PRELOAD": OPENBLAS, "OPENBLAS_NUM_THREADS": "1"}
         with self._log_path.open("ab") as log:
             self.process = subprocess.Popen(argv, env=env, stdout=log, stderr=log)
-        self._await_ready()
+        self.await_ready()
         return self
 
-    def _await_ready(self) -> None:
-        until = time.monotonic() + WAIT_S
+    def await_ready(self) -> None:
+        until = time.monotonic() + self.ready_s
         with self.agent._changed:
             while self.agent.ready is None:
-                assert self.process.poll() is None, self.log
-                assert time.monotonic() < until, self.log
+                assert self.process.poll() is None, self.log[-6000:]
+                assert time.monotonic() < until, self.log[-6000:]
                 self.agent._changed.wait(0.2)
 
     def __exit__(
@@ -217,6 +226,13 @@ class Process:
     def http_port(self) -> int:
         assert self.agent.ready is not None
         return self.agent.ready.http_port
+
+    @property
+    def data_port(self) -> int:
+        """Where a prefill replica listens."""
+        assert self.agent.ready is not None
+        assert self.agent.ready.data_port is not None
+        return self.agent.ready.data_port
 
     def counters(self) -> Counters:
         return self.agent.counters()
@@ -262,6 +278,21 @@ def text_of(answer: dict[str, Any]) -> str:
     return (part.get("content") or "") if part is not None else choice.get("text", "")
 
 
+def leg_between(
+    prefill: str, decode: str, data_port: int, contract: Contract, timeout_s: float = 30.0
+) -> Leg:
+    """What the router would tell both ends of one handoff."""
+    room = random.getrandbits(62)
+    return Leg(
+        room=room,
+        ticket=mint(KEY, room, prefill, decode, contract.digest, time.time() + 300),
+        prefill=prefill,
+        decode=decode,
+        sender=f"127.0.0.1:{data_port}",
+        timeout_s=timeout_s,
+    )
+
+
 class Pair:
     """A prefill and a decode process; sends both legs as the router does."""
 
@@ -269,18 +300,9 @@ class Pair:
         self.prefill, self.decode = prefill, decode
 
     def leg(self, timeout_s: float = 30.0) -> Leg:
-        room = random.getrandbits(62)
-        ready = self.prefill.agent.ready
-        assert ready is not None
-        names = self.prefill.name, self.decode.name
-        digest = self.prefill.contract.digest
-        return Leg(
-            room=room,
-            ticket=mint(KEY, room, *names, digest, time.time() + 300),
-            prefill=names[0],
-            decode=names[1],
-            sender=f"127.0.0.1:{ready.data_port}",
-            timeout_s=timeout_s,
+        prefill, decode = self.prefill, self.decode
+        return leg_between(
+            prefill.name, decode.name, prefill.data_port, prefill.contract, timeout_s
         )
 
     def post(

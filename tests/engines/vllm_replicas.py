@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import subprocess
-import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 from engines.replicas import Process
 
+from pdctl.engines.interface import Command
 from pdctl.engines.vllm.spec import VllmSpec
 from pdctl.topology.contract import Contract
 from pdctl.topology.model import ComputeDtype, Dtype, Engine, Host, OnFailure, Replica, Role
@@ -46,6 +46,7 @@ class VllmProcess(Process):
     `await_ready`. One core each: two OpenMP teams on one core stand still."""
 
     spec = VllmSpec()
+    ready_s = READY_S
 
     def __init__(
         self,
@@ -68,9 +69,9 @@ class VllmProcess(Process):
             on_failure=on_failure,
             buffer_bytes=buffer_bytes,
             timeout_s=timeout_s,
+            env=env,
         )
         self._port = _free_port()
-        self._env = env or {}
         self._on_failure = on_failure
         self._plan = ReplicaPlan(
             name=name,
@@ -95,8 +96,11 @@ class VllmProcess(Process):
     def http_port(self) -> int:
         return self._port
 
+    def command(self) -> Command:
+        return self.spec.command(self._plan, Host(name="local"), self._cluster())
+
     def launch(self) -> None:
-        command = self.spec.command(self._plan, Host(name="local"), self._cluster())
+        command = self.command()
         env = {
             **os.environ,
             **command.env,
@@ -109,14 +113,6 @@ class VllmProcess(Process):
             self.process = subprocess.Popen(
                 command.argv, env=env, stdout=log, stderr=log, start_new_session=True
             )
-
-    def await_ready(self) -> None:
-        until = time.monotonic() + READY_S
-        with self.agent._changed:
-            while self.agent.ready is None:
-                assert self.process.poll() is None, self.log[-6000:]
-                assert time.monotonic() < until, self.log[-6000:]
-                self.agent._changed.wait(0.2)
 
     def __enter__(self) -> VllmProcess:
         self.launch()

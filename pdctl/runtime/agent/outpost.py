@@ -21,6 +21,7 @@ import msgspec
 from pdctl.engines.channel import Failed, MemberState
 from pdctl.errors import AgentLost, HostError, PdctlError
 from pdctl.runtime.agent.client import AgentCalls, RelayedAgent, Relaying
+from pdctl.runtime.agent.picture import planned
 from pdctl.runtime.agent.view import HostState, Snapshot
 from pdctl.runtime.cluster import placement
 from pdctl.runtime.cluster.keeper import in_thread
@@ -98,8 +99,8 @@ class Outpost:
         self._restarts = -1
         self._heard_through: threading.Event | None = None
         """`lost` of the connection by which the agent was last heard."""
-        self._heard_boot: str | None = None
-        """The boot of that machine, likewise."""
+        self._boot: str | None = None
+        """Of that machine, when its agent was last reached."""
         self._watchdog: Mark | None = None
         """Of the latest agent that was started from here."""
 
@@ -120,7 +121,7 @@ class Outpost:
         return tuple(self._member(plan) for plan in self._plans)
 
     def _member(self, plan: ReplicaPlan) -> MemberState:
-        heard = self._heard.get(plan.name) or _unheard(plan)
+        heard = self._heard.get(plan.name) or planned(plan)
         routed = msgspec.structs.replace(
             heard,
             http_host="127.0.0.1",
@@ -195,6 +196,7 @@ class Outpost:
             await self._start_agent(client, self._place)
         self._client = client
         self._take(await client.snapshot())
+        self._boot = self._host.boot
         self._turn("ready", None)
 
     async def _answers_again(self, client: RelayedAgent) -> bool:
@@ -205,7 +207,7 @@ class Outpost:
 
     async def _is_watched(self) -> bool:
         """Whether its watchdog may still live: nothing outlives its machine's boot."""
-        if self._host.boot != self._heard_boot:
+        if self._host.boot != self._boot:
             return False
         return self._watchdog is None or await in_thread(self._host.alive, self._watchdog)
 
@@ -256,7 +258,7 @@ class Outpost:
             self._take(snapshot)
 
     def _take(self, snapshot: Snapshot) -> None:
-        self._heard_through, self._heard_boot = self._host.lost, self._host.boot
+        self._heard_through = self._host.lost
         self._heard = {member.name: member for member in snapshot.members}
         self.failures = snapshot.failures
         self._changed()
@@ -274,17 +276,4 @@ def forwards_to(host: str, plan: Plan) -> tuple[Forward, ...]:
         Forward(local_port=replica.route_port, remote_port=replica.http_port)
         for replica in plan.replicas
         if replica.host == host and replica.route_port is not None
-    )
-
-
-def _unheard(plan: ReplicaPlan) -> MemberState:
-    return MemberState(
-        name=plan.name,
-        engine=plan.engine,
-        role=plan.role,
-        host=plan.host,
-        state="stopped",
-        data_host=plan.data_host,
-        data_port=plan.data_port,
-        compute_dtype=plan.compute_dtype,
     )

@@ -1,4 +1,4 @@
-"""One supervised process as others see it. Pure."""
+"""One replica, or the router, as others see it. Pure."""
 
 from __future__ import annotations
 
@@ -11,28 +11,36 @@ from pdctl.runtime.agent.view import RouterState
 from pdctl.topology.plan import ReplicaPlan
 
 
+def planned(plan: ReplicaPlan) -> MemberState:
+    """A replica of which nothing is known but its plan."""
+    return MemberState(
+        name=plan.name,
+        engine=plan.engine,
+        role=plan.role,
+        host=plan.host,
+        state="stopped",
+        http_host=plan.http_host,
+        http_port=plan.http_port,
+        data_host=plan.data_host,
+        data_port=plan.data_port,
+        compute_dtype=plan.compute_dtype,
+    )
+
+
 def member(
     plan: ReplicaPlan, supervised: Supervised, report: Report | RouterReport | None
 ) -> MemberState:
     """A replica, with the counters of its latest report."""
     ready = supervised.ready
-    found = MemberState(
-        name=plan.name,
-        engine=plan.engine,
-        role=plan.role,
-        host=plan.host,
+    found = msgspec.structs.replace(
+        planned(plan),
         state=shown(supervised.state, drained=supervised.drained),
         cause=supervised.cause,
         pid=supervised.mark.pid if supervised.mark else None,
         started_at=supervised.started_at,
         restarts=supervised.restarts,
-        http_host=plan.http_host,
-        http_port=plan.http_port,
-        data_host=plan.data_host,
-        data_port=plan.data_port,
         incarnation=supervised.incarnation,
         engine_version=ready.engine_version if ready else None,
-        compute_dtype=plan.compute_dtype,
     )
     if isinstance(report, Report):
         return msgspec.structs.replace(found, counters=report.counters)

@@ -7,7 +7,6 @@ actor) only posts events and waits for versions.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterable, Mapping
 
 import anyio
@@ -33,6 +32,7 @@ from pdctl.runtime.agent.lifecycle import SETTLED, Event, Limits
 from pdctl.runtime.agent.orders import Orders
 from pdctl.runtime.agent.outpost import FarHost, Outpost
 from pdctl.runtime.agent.outposts import Outposts
+from pdctl.runtime.agent.peers import stranger
 from pdctl.runtime.agent.supervisor import Supervised
 from pdctl.runtime.agent.view import Snapshot, View
 from pdctl.runtime.cluster.state import ClusterRecord
@@ -209,28 +209,17 @@ class Agent:
         plan = self._plans.get(attach.name)
         if plan is None:
             return f'host "{self.host}" has no replica "{attach.name}"'
-        return self._strange(attach, uid, pid) or self.orders.assignment(plan)
+        return self._stranger(attach, uid, pid) or self.orders.assignment(plan)
 
     def admit_router(
         self, attach: Attach, uid: int | None, pid: int | None
     ) -> RouterAssignment | str:
         if attach.name != ROUTER or ROUTER not in self.supervised:
             return f'host "{self.host}" has no router'
-        return self._strange(attach, uid, pid) or self.orders.router_assignment()
+        return self._stranger(attach, uid, pid) or self.orders.router_assignment()
 
-    def _strange(self, attach: Attach, uid: int | None, pid: int | None) -> str | None:
-        """Why this peer is not what it says: another user's, or not of the process group that
-        was started under that name (an earlier one that is still dying, say)."""
-        if uid is not None and uid != os.getuid():
-            return "another user's process"
-        mark = self.supervised[attach.name].mark
-        try:
-            session = os.getsid(pid or attach.pid)
-        except (ProcessLookupError, PermissionError):
-            return "its process can't be seen"
-        if mark is None or session != mark.pid:
-            return f"process {attach.pid} is not the one that runs as {attach.name}"
-        return None
+    def _stranger(self, attach: Attach, uid: int | None, pid: int | None) -> str | None:
+        return stranger(attach, self.supervised[attach.name].mark, uid=uid, pid=pid)
 
     def attached(self, name: str, link: Link) -> None:
         self.links[name] = link

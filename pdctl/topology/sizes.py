@@ -37,14 +37,6 @@ def parse_size(value: object) -> int:
     return _bounded(result)
 
 
-def format_size(count_bytes: int) -> str:
-    """The shortest exact spelling that `parse_size` reads back."""
-    for unit in ("GiB", "MiB", "KiB"):
-        if count_bytes and count_bytes % UNITS[unit] == 0:
-            return f"{count_bytes // UNITS[unit]}{unit}"
-    return str(count_bytes)
-
-
 def approximate_size(count_bytes: float) -> str:
     """For reading only: `256.6 MiB`."""
     for unit in ("GiB", "MiB", "KiB"):

@@ -45,7 +45,7 @@ class Link:
         """Of pages received, ever."""
         self._memory = memory
         self._sending = threading.Lock()
-        self._scratch: memoryview | None = None
+        self._scratch: list[memoryview] = []
         self._header = memoryview(bytearray(wire.HEADER_BYTES))
 
     def send(self, message: wire.Message, room: int = 0, *, fingerprint: str = "") -> None:
@@ -104,11 +104,12 @@ class Link:
         return wire.read_body(header, self.read_body(header))
 
     def read_piece(self, header: wire.Header) -> memoryview:
-        """A piece, its checksum compared; valid until the next one is read."""
-        if self._scratch is None:
+        """A piece, its checksum compared; valid until the next but one is read."""
+        if not self._scratch:
             size = self.geometry.page_bytes
-            self._scratch = self._memory(size).data if self._memory else memoryview(bytearray(size))
-        piece = self._scratch[: header.length]
+            self._scratch = [self._made(size), self._made(size)]
+        self._scratch.reverse()
+        piece = self._scratch[0][: header.length]
         check, got = wire.PieceCheck(header), 0
         while got < header.length:
             count = self._receive(piece[got : got + PART_BYTES])
@@ -118,6 +119,9 @@ class Link:
             got += count
         check.finish()
         return piece
+
+    def _made(self, size: int) -> memoryview:
+        return memoryview(bytearray(size)) if self._memory is None else self._memory(size).data
 
     def _fill(self, view: memoryview) -> None:
         got, size = 0, view.nbytes

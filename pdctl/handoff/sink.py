@@ -38,8 +38,8 @@ class PageSink(Protocol):
 
     def write(self, page: int, first_layer: int, piece: Patterns) -> None:
         """Places `[layers, 2, page_tokens, kv_heads, head_dim]`, checked, read-only in spirit:
-        the memory is reused after the return. A page's layers come in order, and no page is
-        ahead of the one before it; pages may come layer by layer."""
+        the memory is reused after the next call has returned. A page's layers come in order, and
+        no page is ahead of the one before it; pages may come layer by layer."""
         ...
 
     def commit(self, first_token: int | None) -> None:

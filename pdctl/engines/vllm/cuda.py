@@ -7,8 +7,10 @@ the next. Into the blocks, piece by piece, as they arrive.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,9 +25,9 @@ from pdctl.engines.vllm.page_locked import page_locked
 from pdctl.handoff.page import PATTERN, PageGeometry, Patterns
 from pdctl.topology.model import Dtype
 
-GROUP_BYTES = 4 << 20
-"""Layers leave together until they have that many bytes: a launch costs the worker thread about
-40 µs, whatever it copies, and each landing is a sweep of small pieces over every page."""
+GROUP_BYTES = 8 << 20
+"""Layers leave together until they have that many bytes: a launch costs the worker thread 0.1 ms,
+whatever it copies, and each landing is a sweep of small pieces over every page."""
 
 
 @dataclass
@@ -39,6 +41,18 @@ class _Step:
     """Of the layers that are not enqueued yet."""
     waiting_bytes: int = 0
     calls: list[Callable[[], None]] = field(default_factory=list)
+
+
+class _Writing(NamedTuple):
+    mark: Mark
+    kept: object
+    """What the GPU reads until the mark."""
+
+
+class _Thread(threading.local):
+    """One handoff's thread: its last write."""
+
+    writing: _Writing | None = None
 
 
 class CudaBlocks:
@@ -78,6 +92,7 @@ class CudaBlocks:
         self._layer_token_bytes = pages.layer_bytes // pages.page_tokens
         self._step = _Step((), self._bases)
         self._last: Mark | None = None
+        self._thread = _Thread()
 
     def over(self, caches: Mapping[str, torch.Tensor]) -> CudaBlocks:
         """The same copies, of other memory that is laid out alike."""
@@ -105,14 +120,16 @@ class CudaBlocks:
             self._step = _Step(spans, self._table(np.concatenate(rows, axis=1)))
 
     def gather(self, layer: int, landed: Callable[[], None]) -> None:
-        step, first = self._step, self._step.first
+        step = self._step
         step.calls.append(landed)
         step.waiting_bytes += step.table.shape[1] * self._layer_token_bytes
         last = layer + 1 == len(self.layers)
         if step.waiting_bytes < GROUP_BYTES and not last:
             return
-        bases = self._bases[first : layer + 1]
-        mark = self._side.after_model(lambda: self._copies.to_pages(bases, step.table, first))
+        layers = range(step.first, layer + 1)
+        mark = self._side.after_model(
+            lambda: self._copies.to_pages(self._bases, step.table, layers)
+        )
         self._landings.add(mark, step.calls, step)
         self._last, step.first, step.calls, step.waiting_bytes = mark, layer + 1, [], 0
         if last:
@@ -127,15 +144,19 @@ class CudaBlocks:
     def write(
         self, blocks: Sequence[int], start: int, stop: int, first_layer: int, piece: Patterns
     ) -> None:
+        """Returns before the copy is over, but not before that of the piece before it is."""
         source = self._locked(piece)
         page = start // self._pages.page_tokens
-        rows = self._rows(blocks, start, stop, source[None], first_page=page)
-        bases = self._bases[first_layer : first_layer + len(piece)]
-        table = self._table(rows)
-        self._side.run(lambda: self._copies.from_pages(bases, table)).synchronize()
+        table = self._table(self._rows(blocks, start, stop, source[None], first_page=page))
+        layers = range(first_layer, first_layer + len(piece))
+        mark = self._side.run(lambda: self._copies.from_pages(self._bases, table, layers))
+        self.flush()
+        self._thread.writing = _Writing(mark, (source, table))
 
     def flush(self) -> None:
-        """Nothing is under way once `write` has returned."""
+        if self._thread.writing is not None:
+            self._thread.writing.mark.synchronize()
+            self._thread.writing = None
 
     # -- inside
 
@@ -149,7 +170,9 @@ class CudaBlocks:
     ) -> NDArray[np.int64]:
         """The kernel's table for positions [start, stop) and the pages from `first_page` on."""
         at = np.arange(start, stop)
-        block = np.asarray(blocks, dtype=np.int64)[at // self.block_tokens]
+        first, last = start // self.block_tokens, (stop - 1) // self.block_tokens
+        held = np.array(blocks[first : last + 1], dtype=np.int64)
+        block = held[at // self.block_tokens - first]
         place = self.layout.place(block * self.block_tokens + at % self.block_tokens)
         page, slot = at // self._pages.page_tokens - first_page, at % self._pages.page_tokens
         address = pages.ctypes.data + page * pages.strides[0] + slot * pages.strides[3]

@@ -4,54 +4,25 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 
+import msgspec
 import pytest
+from engines import specs
+from engines.specs import LEG, LONG_ANSWER, ONE_TOKEN, plan_of, planned
 
-from pdctl.engines.interface import Leg
 from pdctl.engines.mlx.spec import MlxSpec
-from pdctl.topology.model import ComputeDtype, Dtype, Engine, Host, Replica, Role
-from pdctl.topology.plan import Plan, ReplicaPlan
+from pdctl.topology.model import Engine, Host, Replica, Role
 
 SPEC = MlxSpec()
-LEG = Leg(
-    room=7,
-    ticket="v1.1.x",
-    prefill="p0",
-    decode="d0",
-    sender="127.0.0.1:9000",
-    timeout_s=60.0,
-)
-LEG_FIELDS = {
-    "room": 7,
-    "ticket": "v1.1.x",
-    "prefill": "p0",
-    "decode": "d0",
-    "sender": "127.0.0.1:9000",
-    "timeout_s": 60.0,
-}
+LEG_FIELDS = msgspec.to_builtins(LEG)
 
-
-def declared(**fields: object) -> Replica:
-    return Replica(name="p0", engine=Engine.MLX, role=Role.PREFILL, model="/m/qwen", **fields)
-
-
-def planned(replica: Replica) -> ReplicaPlan:
-    return ReplicaPlan(
-        name="p0",
-        host="local",
-        engine=Engine.MLX,
-        role=Role.PREFILL,
-        model=replica.model,
-        dtype=Dtype.FLOAT16,
-        compute_dtype=ComputeDtype.FLOAT16,
-        http_port=9100,
-        declared=replica,
-    )
+declared = partial(specs.declared, Engine.MLX)
 
 
 def argv(replica: Replica, host: Host) -> tuple[str, ...]:
-    nothing: Plan = None  # type: ignore[assignment]
-    return SPEC.command(planned(replica), host, nothing).argv
+    plan = planned(replica)
+    return SPEC.command(plan, host, plan_of(plan)).argv
 
 
 def test_the_server_is_started_with_the_libraries_own_options() -> None:
@@ -121,27 +92,8 @@ def test_every_problem_is_reported_and_devices_too() -> None:
 
 def test_prefill_copies_ask_for_one_token() -> None:
     """U23: max_completion_tokens is bounded too."""
-    body = {
-        "prompt": "x",
-        "max_completion_tokens": 900,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "min_tokens": 5,
-        "logprobs": True,
-        "top_logprobs": 3,
-        "echo": True,
-        "temperature": 0.5,
-    }
-    assert SPEC.prefill_body(body, LEG) == {
-        "prompt": "x",
-        "max_tokens": 1,
-        "max_completion_tokens": 1,
-        "stream": False,
-        "n": 1,
-        "temperature": 0.5,
-        "pdctl": LEG_FIELDS,
-    }
-    assert body["stream"] is True
+    assert SPEC.prefill_body(LONG_ANSWER, LEG) == {**ONE_TOKEN, "pdctl": LEG_FIELDS}
+    assert LONG_ANSWER["stream"] is True
 
 
 def test_decode_copies_are_the_clients_own() -> None:

@@ -4,27 +4,20 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 
 import msgspec
 import pytest
+from engines import specs
+from engines.specs import CONTRACT, plan_of, planned
 
-from pdctl.engines.interface import Leg
 from pdctl.engines.registry import spec_for
 from pdctl.engines.sglang.options import OWNED, SWITCHES, VALUES
 from pdctl.engines.sglang.spec import SglangSpec, failure_text, request_id
-from pdctl.topology.contract import Attention, Contract, Positions
-from pdctl.topology.model import ComputeDtype, Dtype, Engine, Host, Replica, Role
-from pdctl.topology.plan import Plan, ReplicaPlan
+from pdctl.topology.model import Engine, Host, Replica, Role
 
 SPEC = SglangSpec()
-LEG = Leg(
-    room=7,
-    ticket="v1.1.x",
-    prefill="p0",
-    decode="d0",
-    sender="[fd00::1]:9000",
-    timeout_s=60.0,
-)
+LEG = msgspec.structs.replace(specs.LEG, sender="[fd00::1]:9000")
 FIELDS = {
     "bootstrap_host": "fd00::1",
     "bootstrap_port": 9000,
@@ -34,42 +27,7 @@ FIELDS = {
 }
 HOST = Host(name="local", python="/venv/bin/python")
 
-
-def declared(role: Role = Role.PREFILL, **fields: object) -> Replica:
-    return Replica(name="p0", engine=Engine.SGLANG, role=role, model="/m/qwen", **fields)
-
-
-def planned(replica: Replica) -> ReplicaPlan:
-    return ReplicaPlan(
-        name="p0",
-        host="local",
-        engine=Engine.SGLANG,
-        role=replica.role,
-        model=replica.model,
-        dtype=Dtype.FLOAT16,
-        compute_dtype=ComputeDtype.FLOAT32,
-        http_port=9100,
-        declared=replica,
-    )
-
-
-def plan_of(replica: ReplicaPlan) -> Plan:
-    return Plan(
-        cluster="c",
-        model="qwen",
-        dtype=Dtype.FLOAT16,
-        context_length=2048,
-        contract_digest=None,
-        token_kv_bytes=None,
-        page_bytes=None,
-        buffer_bytes=None,
-        timeout_s=60.0,
-        router_host="local",
-        router_bind="127.0.0.1:8000",
-        agent_ports={},
-        replicas=(replica,),
-        pairs=(),
-    )
+declared = partial(specs.declared, Engine.SGLANG)
 
 
 def argv_of(replica: Replica) -> tuple[str, ...]:
@@ -269,19 +227,11 @@ def test_causes_survive_in_sglangs_own_error_texts() -> None:
 
 def test_memory_counts_the_declared_tokens_or_two_contexts() -> None:
     """Float32 compute doubles weights and cache."""
-    contract = Contract(
-        weights="w",
-        tokenizer="t",
-        chat_template="c",
-        attention=Attention(kind="full", layers=2, kv_heads=2, head_dim=64),
-        positions=Positions(rope_theta=1e4, max_positions=2048, context_length=1024),
-        dtype=Dtype.FLOAT16,
-    )
-    plain = SPEC.memory_bytes(planned(declared()), contract, 1000)
+    plain = SPEC.memory_bytes(planned(declared()), CONTRACT, 1000)
     given = declared(engine_config={"max_total_tokens": 5})
-    few = SPEC.memory_bytes(planned(given), contract, 1000)
-    assert few - (2 << 30) == 2 * (1000 + 5 * contract.token_kv_bytes)
-    assert plain - few == 2 * (2 * 1024 - 5) * contract.token_kv_bytes
+    few = SPEC.memory_bytes(planned(given), CONTRACT, 1000)
+    assert few - (2 << 30) == 2 * (1000 + 5 * CONTRACT.token_kv_bytes)
+    assert plain - few == 2 * (2 * 1024 - 5) * CONTRACT.token_kv_bytes
 
 
 def test_the_control_side_never_imports_the_engine() -> None:

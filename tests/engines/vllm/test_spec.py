@@ -5,67 +5,23 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import partial
 
 import msgspec
 import pytest
+from engines import specs
+from engines.specs import CONTRACT, LEG, LONG_ANSWER, ONE_TOKEN, plan_of, planned
 
-from pdctl.engines.interface import Leg
 from pdctl.engines.registry import spec_for
 from pdctl.engines.vllm.options import OWNED, SWITCHES, VALUES
 from pdctl.engines.vllm.spec import VllmSpec, transfer_config
-from pdctl.topology.contract import Attention, Contract, Positions
-from pdctl.topology.model import ComputeDtype, Dtype, Engine, Host, OnFailure, Replica, Role
-from pdctl.topology.plan import Plan, ReplicaPlan
+from pdctl.topology.model import ComputeDtype, Engine, Host, OnFailure, Role
 
 SPEC = VllmSpec()
-LEG = Leg(
-    room=7,
-    ticket="v1.1.x",
-    prefill="p0",
-    decode="d0",
-    sender="127.0.0.1:9000",
-    timeout_s=60.0,
-)
 PARAMS = {"pdctl": msgspec.to_builtins(LEG)}
 HOST = Host(name="local", python="/venv/bin/python")
 
-
-def declared(**fields: object) -> Replica:
-    return Replica(name="p0", engine=Engine.VLLM, role=Role.PREFILL, model="/m/qwen", **fields)
-
-
-def planned(replica: Replica, role: Role = Role.PREFILL) -> ReplicaPlan:
-    return ReplicaPlan(
-        name="p0",
-        host="local",
-        engine=Engine.VLLM,
-        role=role,
-        model=replica.model,
-        dtype=Dtype.FLOAT16,
-        compute_dtype=ComputeDtype.FLOAT32,
-        http_port=9100,
-        declared=replica,
-    )
-
-
-def plan_of(replica: ReplicaPlan, on_failure: OnFailure = OnFailure.ERROR) -> Plan:
-    return Plan(
-        cluster="c",
-        model="qwen",
-        dtype=Dtype.FLOAT16,
-        context_length=2048,
-        contract_digest=None,
-        token_kv_bytes=None,
-        page_bytes=None,
-        buffer_bytes=None,
-        timeout_s=60.0,
-        on_failure=on_failure,
-        router_host="local",
-        router_bind="127.0.0.1:8000",
-        agent_ports={},
-        replicas=(replica,),
-        pairs=(),
-    )
+declared = partial(specs.declared, Engine.VLLM)
 
 
 def test_the_server_is_started_with_vllms_own_options() -> None:
@@ -113,7 +69,7 @@ def test_only_a_decode_replica_recomputes_and_only_where_asked(
     role: Role, on_failure: OnFailure, policy: str
 ) -> None:
     """R72: a failed load is never recomputed silently."""
-    config = json.loads(transfer_config(planned(declared(), role), on_failure))
+    config = json.loads(transfer_config(planned(declared(role)), on_failure))
     assert config["kv_load_failure_policy"] == policy
 
 
@@ -183,27 +139,8 @@ def test_more_than_one_device_is_refused() -> None:
 
 def test_prefill_copies_ask_for_one_token() -> None:
     """U23: max_completion_tokens is bounded too; `min_tokens` over it would be a 400."""
-    body = {
-        "prompt": "x",
-        "max_completion_tokens": 900,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "min_tokens": 5,
-        "logprobs": True,
-        "top_logprobs": 3,
-        "echo": True,
-        "temperature": 0.5,
-    }
-    assert SPEC.prefill_body(body, LEG) == {
-        "prompt": "x",
-        "max_tokens": 1,
-        "max_completion_tokens": 1,
-        "stream": False,
-        "n": 1,
-        "temperature": 0.5,
-        "kv_transfer_params": PARAMS,
-    }
-    assert body["stream"] is True
+    assert SPEC.prefill_body(LONG_ANSWER, LEG) == {**ONE_TOKEN, "kv_transfer_params": PARAMS}
+    assert LONG_ANSWER["stream"] is True
 
 
 def test_decode_copies_are_the_clients_own_and_closing_aborts() -> None:
@@ -256,18 +193,10 @@ def test_error_bodies_are_understood() -> None:
 
 def test_memory_counts_the_declared_cache_or_two_contexts() -> None:
     """Float32 compute doubles the weights; a declared cache is taken as it is."""
-    contract = Contract(
-        weights="w",
-        tokenizer="t",
-        chat_template="c",
-        attention=Attention(kind="full", layers=2, kv_heads=2, head_dim=64),
-        positions=Positions(rope_theta=1e4, max_positions=2048, context_length=1024),
-        dtype=Dtype.FLOAT16,
-    )
-    plain = SPEC.memory_bytes(planned(declared()), contract, 1000)
+    plain = SPEC.memory_bytes(planned(declared()), CONTRACT, 1000)
     given = declared(engine_config={"kv_cache_memory_bytes": 5})
-    assert SPEC.memory_bytes(planned(given), contract, 1000) - 5 - 2000 == 2 << 30
-    assert plain - (2 << 30) - 2000 == 2 * 2 * 1024 * contract.token_kv_bytes
+    assert SPEC.memory_bytes(planned(given), CONTRACT, 1000) - 5 - 2000 == 2 << 30
+    assert plain - (2 << 30) - 2000 == 2 * 2 * 1024 * CONTRACT.token_kv_bytes
 
 
 def test_the_control_side_never_imports_the_engine() -> None:

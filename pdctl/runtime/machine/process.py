@@ -12,7 +12,7 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import anyio
@@ -103,9 +103,16 @@ def signal_group(mark: Mark, number: int) -> None:
             os.kill(mark.pid, number)
 
 
-def marked(run: str, replica: str | None = None) -> list[Mark]:
-    """This user's processes that carry the run's mark, and the replica's where one is given."""
-    found = []
+def marked(run: str, replica: str | None = None, sessions: Collection[int] = ()) -> list[Mark]:
+    """This user's processes that carry the run's mark, and the replica's where one is given.
+
+    A process that has written over its environment, as setproctitle does, belongs to who leads
+    its session.
+
+    Args:
+        sessions: of leaders that may have ended.
+    """
+    found, blank = [], []
     for process in psutil.process_iter():
         if process.pid == os.getpid():
             continue
@@ -113,14 +120,19 @@ def marked(run: str, replica: str | None = None) -> list[Mark]:
             environment = process.environ()
         except (psutil.Error, OSError):
             continue
-        if environment.get(RUN_ENV) != run:
-            continue
-        if replica is not None and environment.get(REPLICA_ENV) != replica:
-            continue
-        mark = mark_of(process.pid)
-        if mark is not None:
-            found.append(mark)
-    return found
+        if not environment:
+            blank.append(process.pid)
+        elif environment.get(RUN_ENV) == run and replica in (None, environment.get(REPLICA_ENV)):
+            found.append(process.pid)
+    leaders = {*found, *sessions}
+    found += [pid for pid in blank if _session_of(pid) in leaders]
+    return [mark for mark in map(mark_of, found) if mark is not None]
+
+
+def _session_of(pid: int) -> int | None:
+    with contextlib.suppress(OSError):
+        return os.getsid(pid)
+    return None
 
 
 async def wait_exit(mark: Mark) -> None:
@@ -179,7 +191,7 @@ async def stop(
             await wait_exit(mark)
         signal_group(mark, signal.SIGKILL)
         if run is not None:
-            children = await anyio.to_thread.run_sync(marked, run, replica)
+            children = await anyio.to_thread.run_sync(marked, run, replica, (mark.pid,))
             left += [child for child in children if child != mark]
         for child in left[1:]:
             signal_group(child, signal.SIGKILL)

@@ -32,6 +32,13 @@ SESSION_LEAVER = (
 )
 
 
+NAMELESS = (
+    "import subprocess, time; child = subprocess.Popen(['/bin/sleep', '600'], env={}); "
+    "print(child.pid, flush=True); time.sleep(600)"
+)
+"""Its child shows no environment, like one that has written over it."""
+
+
 @pytest.fixture
 def run() -> str:
     return uuid.uuid4().hex
@@ -110,6 +117,25 @@ async def test_children_in_sessions_of_their_own_are_ended_too(start: Start, run
     await until("it forked", lambda: len(process.marked(run)) == 3)
     assert await process.stop(mark, grace_s=5, run=run, replica="p0") == []
     assert process.marked(run) == []
+
+
+@pytest.mark.parametrize("killed", [False, True])
+async def test_children_without_an_environment_are_ended_too(
+    start: Start, run: str, tmp_path: Path, killed: bool
+) -> None:
+    """U26: vLLM's write over theirs; also where the one that started them was killed."""
+    mark, parent = start(sys.executable, "-c", NAMELESS)
+    log = tmp_path / "logs" / "p0.log"
+    await until("it has a child", lambda: log.read_bytes().endswith(b"\n"))
+    child = process.mark_of(int(log.read_text()))
+    assert child is not None
+    assert set(process.marked(run)) == {mark, child}
+    if killed:
+        os.kill(mark.pid, signal.SIGKILL)
+        parent.wait(10)
+    assert process.is_alive(child)
+    assert await process.stop(mark, grace_s=5, run=run, replica="p0") == []
+    assert not process.is_alive(child)
 
 
 async def test_another_replica_of_the_same_run_is_left_alone(start: Start, run: str) -> None:

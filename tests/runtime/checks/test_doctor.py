@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from runtime.checks.pair import pair_text
 from runtime.fleet import Fleet
 from tiny import make_checkpoint
 
@@ -38,41 +39,16 @@ def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fleet:
 
 
 def topology(model: Path, *, data_port: int, encrypt: bool = False) -> str:
-    return f"""
-schema = 1
-name = "examined"
-[model]
-name = "tiny"
-context_length = 2048
-[handoff]
-encrypt = {str(encrypt).lower()}
-[router]
-bind = "127.0.0.1:18433"
-[hosts.gpu1]
-ssh = "gpu1"
-address = "10.0.0.1"
-[hosts.studio]
-ssh = "studio.local"
-[[replicas]]
-name = "p0"
-host = "gpu1"
-engine = "mlx"
-role = "prefill"
-model = "{model}"
-data_port = {data_port}
-[[replicas]]
-name = "d0"
-host = "studio"
-engine = "mlx"
-role = "decode"
-model = "{model}"
-[[replicas]]
-name = "d1"
-host = "gpu1"
-engine = "mlx"
-role = "decode"
-model = "{model}"
-"""
+    """With d1 beside p0."""
+    text = pair_text(
+        *("examined", model),
+        address="10.0.0.1",
+        bind="127.0.0.1:18433",
+        router=f"[handoff]\nencrypt = {str(encrypt).lower()}",
+        prefill=f"data_port = {data_port}",
+    )
+    _, table, decode = text.rpartition("[[replicas]]")
+    return text + (table + decode).replace("d0", "d1").replace("studio", "gpu1")
 
 
 def free_port() -> int:

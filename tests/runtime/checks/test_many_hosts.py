@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from runtime.checks.pair import pair_text
 from runtime.fleet import Fleet
 from tiny import make_checkpoint
 
@@ -45,33 +46,10 @@ def fleet(tmp_path: Path) -> Fleet:
 
 
 def topology(model: Path, *, address: str = "10.0.0.1", more: str = "", router: str = "") -> str:
-    return f"""
-schema = 1
-name = "many"
-[model]
-name = "tiny"
-context_length = 2048
-[router]
-bind = "127.0.0.1:18431"
-{router}
-[hosts.gpu1]
-ssh = "gpu1"
-address = "{address}"
-[hosts.studio]
-ssh = "ssh://user@studio.local:2222"
-[[replicas]]
-name = "p0"
-host = "gpu1"
-engine = "mlx"
-role = "prefill"
-model = "{model}"
-[[replicas]]
-name = "d0"
-host = "studio"
-engine = "mlx"
-role = "decode"
-model = "{model}"
-{more}"""
+    studio = "ssh://user@studio.local:2222"
+    bind = "127.0.0.1:18431"
+    text = pair_text("many", model, address=address, bind=bind, router=router, studio=studio)
+    return text + more
 
 
 Check = Callable[..., Validation]

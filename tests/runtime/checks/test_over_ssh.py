@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
+from runtime.checks.pair import pair_text
 from runtime.fleet import own_address
 from sshd import Machines, machines
 from tiny import make_checkpoint
@@ -48,35 +49,15 @@ def address() -> str:
 
 
 def topology(address: str, *, router: str = "local", model: str = "~/models/tiny") -> str:
-    return f"""
-schema = 1
-name = "over-ssh"
-[model]
-name = "tiny"
-context_length = 2048
-[router]
-host = "{router}"
-bind = "127.0.0.1:{_free_port()}"
-[hosts.gpu1]
-ssh = "gpu1"
-address = "{address}"
-python = "{sys.executable}"
-[hosts.studio]
-ssh = "studio"
-python = "{sys.executable}"
-[[replicas]]
-name = "p0"
-host = "gpu1"
-engine = "mlx"
-role = "prefill"
-model = "{model}"
-[[replicas]]
-name = "d0"
-host = "studio"
-engine = "mlx"
-role = "decode"
-model = "~/models/tiny"
-"""
+    return pair_text(
+        *("over-ssh", "~/models/tiny"),
+        address=address,
+        bind=f"127.0.0.1:{_free_port()}",
+        router=f'host = "{router}"',
+        studio="studio",
+        python=sys.executable,
+        prefill_model=model,
+    )
 
 
 def _free_port() -> int:

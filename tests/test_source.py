@@ -46,6 +46,10 @@ MAY_POLL = {
 }
 
 
+ENGINES_OWN = {endpoints.READY: "engines/sglang/joining.py"}
+"""Paths of the router's that an engine's own server has too, and where that one is spelt."""
+
+
 @functools.cache
 def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
@@ -133,7 +137,8 @@ def test_each_endpoint_is_spelt_in_one_place() -> None:
         place = str(path.relative_to(ROOT))
         for node in ast.walk(parsed(path)):
             if isinstance(node, ast.Constant) and node.value in named:
-                assert named[node.value] == place, f"{place}:{node.lineno} spells {node.value}"
+                places = {named[node.value], ENGINES_OWN.get(node.value)}
+                assert place in places, f"{place}:{node.lineno} spells {node.value}"
 
 
 def test_the_router_encodes_no_prompt_on_its_event_loop() -> None:

@@ -37,6 +37,7 @@ class SlotPool:
         layout = getattr(pool, "kv_cache_layout", "nhd")
         if pool.page_size != pages.page_tokens or layout != "nhd":
             raise ValueError(f"its blocks have {pool.page_size} slots and the layout {layout!r}")
+        self.page_bytes = pages.page_bytes
         self.device = self._keys[0].device
         self.dtype = self._keys[0].dtype
 

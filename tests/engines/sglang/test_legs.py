@@ -25,6 +25,7 @@ with warnings.catch_warnings():
     from sglang.srt.disaggregation.base.conn import KVPoll
     from sglang.srt.disaggregation.utils import MetadataBuffers
 
+    from pdctl.engines.sglang import sending as prefill_side
     from pdctl.engines.sglang.exchange import Exchange
     from pdctl.engines.sglang.pool import SlotPool
     from pdctl.engines.sglang.receiving import DecodeLeg
@@ -150,6 +151,7 @@ class Held:
 
     def __init__(self, pool: SlotPool) -> None:
         self.pool = pool
+        self.page_bytes = prefill_side.PART_BYTES
         self.begun, self.go = threading.Event(), threading.Event()
         self.copies = 0
 

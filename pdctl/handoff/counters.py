@@ -8,6 +8,8 @@ from collections.abc import Callable
 
 import msgspec
 
+from pdctl.trace import monotonic_s
+
 PHASES = ("queue", "prefill", "transfer", "import", "first_token")
 """Phases of a handoff, in order.
 
@@ -82,6 +84,9 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
     pairs: dict[str, PairCounters] = {}
     rooms: dict[int, float] = {}
     """Open handoffs: room → seconds since its last progress."""
+    decoding: dict[int, float] = {}
+    """Requests whose handoff is over, in the decode engine: room → seconds since their last
+    token was computed. Absent where the engine's adapter does not tell."""
 
 
 class CounterBoard:
@@ -95,6 +100,7 @@ class CounterBoard:
         self._lock = threading.Lock()
         self._counters = Counters()
         self._watched: tuple[Callable[[], dict[int, float]], ...] = ()
+        self._decoded: dict[int, float] = {}
 
     def watch(self, rooms: Callable[[], dict[int, float]]) -> None:
         """`rooms` tells, on any thread, of the open handoffs as `Counters.rooms` does."""
@@ -126,6 +132,16 @@ class CounterBoard:
             failures = {**now.failures, cause: now.failures.get(cause, 0) + 1}
             self._counters = msgspec.structs.replace(now, failures=failures)
 
+    def decoded(self, room: int) -> None:
+        """A token of the request that came through this room was computed."""
+        with self._lock:
+            self._decoded[room] = monotonic_s()
+
+    def decode_over(self, room: int) -> None:
+        """No more of them are to come; nothing where none came."""
+        with self._lock:
+            self._decoded.pop(room, None)
+
     def observe(self, phase: str, seconds: float) -> None:
         """Adds one observation to a phase of PHASES; KeyError for any other name."""
         if phase not in PHASES:
@@ -137,5 +153,10 @@ class CounterBoard:
 
     def read(self) -> Counters:
         rooms = {room: idle_s for watched in self._watched for room, idle_s in watched().items()}
-        counters = self._counters
-        return msgspec.structs.replace(counters, rooms=rooms) if rooms else counters
+        with self._lock:
+            now_s = monotonic_s()
+            decoding = {room: now_s - at_s for room, at_s in self._decoded.items()}
+            counters = self._counters
+        if not rooms and not decoding:
+            return counters
+        return msgspec.structs.replace(counters, rooms=rooms, decoding=decoding)

@@ -92,6 +92,7 @@ class Batch:
         if call.uid is not None and self._calls.pop(call.uid, None) is not None:
             self._generator.remove([call.uid])
             self._sent_early.discard(call.uid)
+            self._left(call)
 
     def step(self) -> None:
         """One decode step for everyone, then at most one chunk of prompts."""
@@ -175,6 +176,7 @@ class Batch:
         self._send(call, raw)
         if raw.finish_reason is not None:
             del self._calls[raw.uid]
+            self._left(call)
             if call.keeps_prefix:
                 self._keep_prefix(raw.all_tokens[:], raw.prompt_cache, "assistant")
             self._ended(call, None)
@@ -193,6 +195,12 @@ class Batch:
             versions.response(text.last_segment, raw.token, logprob, raw.finish_reason, top, raw)
         )
         self._board.add(output_tokens=1)
+        if isinstance(call.leg, DecodeLeg) and call.room is not None:
+            self._board.decoded(call.room)
+
+    def _left(self, call: Call) -> None:
+        if call.room is not None:
+            self._board.decode_over(call.room)
 
     def _keep_prefix(self, tokens: list[int], caches: list[Any], kind: str) -> None:
         # unevaluated slices would hold the whole batch's arrays

@@ -81,6 +81,7 @@ class SchedulerHalf:
         self._place: list[Place] = []
         self._doom: list[Doom] = []
         self._prompt_tokens = self._output_tokens = 0
+        self._decoded: list[int] = []
 
     def arrived(self, request: Any) -> None:
         """A new request; one without a leg is none of ours."""
@@ -163,6 +164,8 @@ class SchedulerHalf:
             requests_active=len(self._active),
             prompt_tokens=self._prompt_tokens,
             output_tokens=self._output_tokens,
+            decoding=list(self._decoding(scheduled)),
+            decoded=self._decoded,
         )
         made = Step(
             begin=self._begin,
@@ -175,6 +178,7 @@ class SchedulerHalf:
         )
         self._begin, self._finish, self._place, self._doom = [], [], [], []
         self._prompt_tokens = self._output_tokens = 0
+        self._decoded = []
         return made
 
     def told(self, notices: Sequence[Notice]) -> None:
@@ -193,6 +197,8 @@ class SchedulerHalf:
         ask = self._asks.pop(request.request_id, None)
         if ask is None:
             return
+        if ask.leg is not None and ask.role is Role.DECODE:
+            self._decoded.append(ask.leg.room)
         self._begin = [b for b in self._begin if b.request_id != request.request_id]
         outputs = request.output_token_ids
         normal = request.status.name in ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
@@ -208,6 +214,12 @@ class SchedulerHalf:
             if ask is not None and ask.starts:
                 ask.starts = False
                 yield request_id
+
+    def _decoding(self, scheduled: Any) -> Iterator[int]:
+        for request_id in scheduled.num_scheduled_tokens:
+            ask = self._asks.get(request_id)
+            if ask is not None and ask.leg is not None and ask.role is Role.DECODE:
+                yield ask.leg.room
 
     def _exports(self, scheduled: Any) -> Iterator[Export]:
         for request_id, blocks, anew, computed in _progress(scheduled):

@@ -23,3 +23,7 @@ class Session(session.Session):
         self.board.gauge(requests_active=load.requests_active)
         if load.prompt_tokens or load.output_tokens:
             self.board.add(prompt_tokens=load.prompt_tokens, output_tokens=load.output_tokens)
+        for room in load.decoding:
+            self.board.decoded(room)
+        for room in load.decoded:
+            self.board.decode_over(room)

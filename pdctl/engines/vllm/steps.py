@@ -61,6 +61,10 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int = 0
     """Since the last step; `output_tokens` too."""
     output_tokens: int = 0
+    decoding: list[int] = []
+    """Rooms of the decode requests that compute in this step."""
+    decoded: list[int] = []
+    """Of those that have ended since the last one."""
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):

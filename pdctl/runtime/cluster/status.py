@@ -131,7 +131,7 @@ def _replica(
 ) -> dict[str, Any]:
     canary = next((c for c in canaries if c.decode == member.name), None)
     counters = msgspec.to_builtins(member.counters)
-    del counters["pairs"], counters["rooms"]
+    del counters["pairs"], counters["rooms"], counters["decoding"]
     return {
         "name": member.name,
         "engine": member.engine.value,

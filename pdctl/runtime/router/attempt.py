@@ -78,8 +78,8 @@ class Attempt:
         prefill: the other one, or None.
         room: what aborts name; None without a handoff.
         timeout_s: the deadline, counted from the last progress.
-        idle: asks the engines for the seconds since the handoff's own last progress; None
-            where it is over, or they can't be asked.
+        idle: asks the engines for the seconds since the request's last progress inside them;
+            None where they have nothing of it, or can't be asked.
         stopping: set when the router ends, and with it every try.
         recomputes: `on_failure = "recompute"`: prefill's failure leaves the decode leg open,
             which then computes the prompt itself. The failure is kept in `absorbed`.

@@ -20,7 +20,7 @@ GAUGES = frozenset({"handoffs_active", "buffer_bytes_used", "waiters", "requests
 SCALARS = tuple(
     name
     for name in Counters.__struct_fields__
-    if name not in ("failures", "phases", "pairs", "rooms")
+    if name not in ("failures", "phases", "pairs", "rooms", "decoding")
 )
 _BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
 

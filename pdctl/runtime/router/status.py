@@ -89,8 +89,8 @@ def _pair(state: PairState, roster: Roster) -> dict[str, Any]:
 
 def _counters(counters: msgspec.Struct) -> dict[str, Any]:
     built: dict[str, Any] = msgspec.to_builtins(counters)
-    built.pop("pairs", None)
-    built.pop("rooms", None)
+    for inner in ("pairs", "rooms", "decoding"):
+        built.pop(inner, None)
     return built
 
 

@@ -67,6 +67,27 @@ def test_a_long_decode_goes_on_past_its_handoffs_deadline(engine: Engine) -> Non
     assert engine.board.read().failures.get("expired", 0) == 0
 
 
+def test_a_decode_tells_of_its_tokens_until_it_ends(engine: Engine) -> None:
+    """R5: whoever waits for an answer that is not streamed hears that its room moves on; of one
+    that was aborted nothing is told any more."""
+    for aborted in (False, True):
+        leg = engine.leg()
+        call, outbound = engine.fetch(digits(130), 400 if aborted else 40, leg)
+        assert engine.board.read().decoding == {}
+        outbound.written(129)
+        outbound.finish(7)
+        call.first()
+        next(call.responses())
+        with engine.between_steps():
+            assert engine.board.read().decoding.keys() == {leg.room}
+        if aborted:
+            engine.loop.abort(leg.room)
+        else:
+            assert len(list(call.responses())) == 39
+        until(lambda: engine.board.read().decoding == {})
+        assert outbound.settled.wait(WAIT_S)
+
+
 def test_a_receiver_that_freezes_stalls_no_other_stream(engine: Engine) -> None:
     """R11: it has granted everything and reads nothing more; prefill computes, and another
     stream goes from its first token to its last before that handoff is over."""

@@ -247,3 +247,27 @@ def test_blocks_that_can_not_be_placed_fail_their_request(monkeypatch: pytest.Mo
     side.placed(ask, [4, 5, 6, 7], 71)
     step = side.step(schedule())
     assert (step.place, step.doom) == ([], [Doom(request_id="r", blocks=[7])])
+
+
+def test_a_decode_tells_of_each_step_that_it_computes_in() -> None:
+    """R5: whoever waits for an answer that is not streamed hears that its room moves on."""
+    side, ask = half(Role.DECODE), request(100)
+    side.arrived(ask)
+    assert side.step(schedule()).load.decoding == []
+    tell(side, News.OFFERED)
+    side.placed(ask, [1, 2], 99)
+    for _ in range(2):
+        assert side.step(schedule(scheduled={"r": 1})).load.decoding == [LEG.room]
+    side.finished(ended(ask, "FINISHED_STOPPED", 5, 6))
+    load = side.step(schedule()).load
+    assert (load.decoding, load.decoded) == ([], [LEG.room])
+    assert side.step(schedule()).load.decoded == []
+
+
+def test_a_prefill_tells_of_no_decode() -> None:
+    side, ask = half(Role.PREFILL), request(100)
+    side.arrived(ask)
+    tell(side, News.RESERVED)
+    assert side.step(schedule(new={"r": ([1, 2], 0)}, scheduled={"r": 100})).load.decoding == []
+    side.finished(ended(ask, "FINISHED_LENGTH_CAPPED", 5))
+    assert side.step(schedule()).load.decoded == []

@@ -1,4 +1,4 @@
-"""A handoff that moves on while no leg says anything, as its two ends tell."""
+"""A request that moves on while no leg says anything, as its two ends tell."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ pytestmark = pytest.mark.anyio
 TIMEOUT_S = 0.3
 
 
-def moves(*idle_s: float):
+def moves(*idle_s: float, counter: str = "rooms"):
     """A decode leg that answers after that many times 0.2 s; meanwhile its replica tells these
     seconds since the room's last progress."""
 
     async def leg(engine, request, body):
         for told in idle_s:
-            engine.counters = Counters(rooms={body["pdctl"]["room"]: told})
+            engine.counters = Counters(**{counter: {body["pdctl"]["room"]: told}})
             await asyncio.sleep(0.2)
         engine.counters = Counters()
         return await answers(engine, request, body)
@@ -29,10 +29,12 @@ def moves(*idle_s: float):
     return leg
 
 
-async def test_it_renews_the_deadline() -> None:
-    """R5: slower than the deadline in all, yet every report is of recent progress."""
+@pytest.mark.parametrize("counter", ["rooms", "decoding"])
+async def test_it_renews_the_deadline(counter: str) -> None:
+    """R5: slower than the deadline in all, yet every report is of recent progress: of the
+    handoff, or of a token in an answer that is not streamed."""
     async with cluster(timeout_s=TIMEOUT_S) as c:
-        c["d0"].on["decode"] = moves(0.01, 0.02, 0.01, 0.03, 0.02)
+        c["d0"].on["decode"] = moves(0.01, 0.02, 0.01, 0.03, 0.02, counter=counter)
         assert (await c.ask(CHAT)).status == 200
 
 

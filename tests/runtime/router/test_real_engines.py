@@ -4,6 +4,7 @@ ordinary. One test, so that the replicas start once."""
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import anyio
@@ -132,3 +133,16 @@ async def test_requests_through_real_replicas() -> None:
         await the_openai_client_works(c)
         await nothing_is_left(c)
         await a_killed_replica_is_named(c)
+
+
+async def test_a_long_answer_that_is_not_streamed_outlives_the_deadline() -> None:
+    """R5: nothing of it leaves the decode engine before its end, which tells of its tokens."""
+    timeout_s = 1.0
+    async with real_cluster("p0 d0", timeout_s=timeout_s) as c:
+        body = {**COMPLETION, "max_tokens": 1800}
+        began_s = time.monotonic()
+        status, raw, _ = await answered(c, "/v1/completions", body, "p0>d0")
+        took_s = time.monotonic() - began_s
+        assert status == 200, raw
+        assert json.loads(raw)["usage"]["completion_tokens"] == 1800
+        assert took_s > 2 * timeout_s

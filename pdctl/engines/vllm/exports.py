@@ -10,6 +10,8 @@ from pdctl.engines.vllm.legs import PrefillLeg
 
 log = logging.getLogger("pdctl.engines.vllm")
 
+LATE = "after the forward, not while it computes"
+
 Taking = Sequence[tuple[PrefillLeg, Span]]
 
 
@@ -23,6 +25,7 @@ class Exports:
         self._blocks = blocks
         self._taking: Taking = ()
         self._next = 0
+        self._told = False
 
     def begin(self, taking: Taking) -> None:
         """Before the forward."""
@@ -38,6 +41,10 @@ class Exports:
 
     def finish(self) -> None:
         """After the forward: layers that vLLM did not name are copied too."""
+        late = len(self._blocks.names) - self._next if self._taking else 0
+        if late and not self._told:
+            self._told = True
+            log.warning("vLLM does not say when %d layers are computed: they leave %s", late, LATE)
         while self._taking and self._next < len(self._blocks.names):
             self._gather()
         for leg, span in self._taking:

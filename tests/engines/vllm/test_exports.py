@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from pdctl.engines.vllm.exports import Exports
+from pdctl.engines.vllm.exports import LATE, Exports
 from pdctl.engines.vllm.interface import Span
 from pdctl.handoff.page import PageGeometry
 
@@ -70,7 +70,9 @@ def exports(memory: Memory) -> Exports:
     return Exports(memory)
 
 
-def test_each_layer_lands_within_the_forward(memory: Memory, exports: Exports) -> None:
+def test_each_layer_lands_within_the_forward(
+    memory: Memory, exports: Exports, caplog: pytest.LogCaptureFixture
+) -> None:
     """One preparation a step, one copy a layer, for all of its prompts."""
     prompts = Prompt(), Prompt()
     exports.begin([(prompt, SPAN) for prompt in prompts])
@@ -80,6 +82,7 @@ def test_each_layer_lands_within_the_forward(memory: Memory, exports: Exports) -
     exports.finish()
     assert (memory.begun, memory.gathered) == ([2], [0, 1, 2, 3])
     assert [prompt.held for prompt in prompts] == [40, 40]
+    assert not caplog.records
 
 
 @pytest.mark.parametrize(
@@ -87,16 +90,24 @@ def test_each_layer_lands_within_the_forward(memory: Memory, exports: Exports) -
     [([], []), (NAMES[:2], [0, 1]), (NAMES[1:], []), ([NAMES[0], *NAMES[2:]], [0]), (["x"], [])],
 )
 def test_layers_that_vllm_does_not_name_are_copied_at_the_end(
-    memory: Memory, exports: Exports, named: list[str], within: list[int]
+    memory: Memory,
+    exports: Exports,
+    caplog: pytest.LogCaptureFixture,
+    named: list[str],
+    within: list[int],
 ) -> None:
-    """A model or a version that skips `save_kv_layer` loses no export, and no layer overtakes."""
-    prompt = Prompt()
-    exports.begin([(prompt, SPAN)])
-    for name in named:
-        exports.saved(name)
-    assert memory.gathered == within
-    exports.finish()
-    assert (memory.gathered, prompt.layers) == ([0, 1, 2, 3], [1, 2, 3, 4])
+    """A model or a version that skips `save_kv_layer` loses no export, and no layer overtakes;
+    the log says once what that costs."""
+    for _ in range(2):
+        prompt = Prompt()
+        memory.gathered.clear()
+        exports.begin([(prompt, SPAN)])
+        for name in named:
+            exports.saved(name)
+        assert memory.gathered == within
+        exports.finish()
+        assert (memory.gathered, prompt.layers) == ([0, 1, 2, 3], [1, 2, 3, 4])
+    assert caplog.text.count(LATE) == 1
 
 
 def test_a_layer_that_is_named_twice_is_copied_once(memory: Memory, exports: Exports) -> None:

@@ -256,6 +256,7 @@ def test_held_positions_are_not_written(sides: tuple[Side, Side, Leg]) -> None:
     d.until(lambda: d.loaded == {"r"})
     assert np.array_equal(held, d.memory.cells[[10, 11, 12]])
     assert np.array_equal(p.memory.cells[4, :, :, :23], d.memory.cells[13, :, :, :23])
+    d.until(lambda: d.session.board.read().handoffs_active == 0)
     assert d.session.board.read().imported_tokens == 23
 
 

@@ -45,13 +45,29 @@ def placement(host: RuntimeHost, record: ClusterRecord, state: StateDir | None =
 def deposit(
     host: RuntimeHost, place: Placement, record: ClusterRecord, *, key: str, api_key: str | None
 ) -> None:
-    """Writes what the agent there reads. The key is written over the connection, 0600."""
+    """Writes what the agent there reads. The key is written over the connection, 0600. Logs of
+    another run are removed; those of this one stay (its agent is started again)."""
     host.make_dir(place.state)
+    if _run_there(host, place) != record.run:
+        host.remove(place.logs)
     host.make_dir(place.logs)
     host.write(f"{place.state}/key", key.encode())
     if api_key is not None:
         host.write(f"{place.state}/api_key", api_key.encode())
     host.write(f"{place.state}/cluster.json", msgspec.json.encode(record))
+
+
+class _Run(msgspec.Struct, frozen=True):
+    run: str
+
+
+def _run_there(host: RuntimeHost, place: Placement) -> str | None:
+    """None after a `down`, and where it can't be read."""
+    raw = host.read(f"{place.state}/cluster.json", max_bytes=64 << 20)
+    try:
+        return None if raw is None else msgspec.json.decode(raw, type=_Run).run
+    except msgspec.MsgspecError:
+        return None
 
 
 def clear(host: RuntimeHost, place: Placement) -> None:

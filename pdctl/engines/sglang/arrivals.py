@@ -18,7 +18,7 @@ from sglang.srt.managers.utils import is_health_check_generate_req
 from pdctl.engines.interface import Leg
 from pdctl.engines.sglang.joining import board
 from pdctl.engines.sglang.spec import LEG_FIELD, failure_text
-from pdctl.errors import ProtocolViolation
+from pdctl.errors import BudgetExceeded, ProtocolViolation
 
 
 def to_prefill(
@@ -46,23 +46,49 @@ def to_decode(
         original(queue, req, *rest, **named)
         return
     leg = _leg_or_refused(queue, req)
-    if leg is None:
+    if leg is None or _never_fits(queue, req):
         return
     original(queue, req, *rest, **named)
     if queue.queue and queue.queue[-1].req is req:
         queue.queue[-1].kv_receiver.begin(leg, list(req.origin_input_ids))
 
 
-def finished(streamer: Any, reqs: Iterable[Any], *_: Any, **__: Any) -> None:
-    """Before SGLang sends requests' output on: those that are over are counted, once."""
+def computed(streamer: Any, reqs: Iterable[Any], *_: Any, **__: Any) -> None:
+    """Before SGLang sends on what a step has computed: a request that came through a room goes
+    on, or is over; those that are over are counted, once."""
+    counts = board()
     for req in reqs:
-        if req.finished() and not req.finished_output and not is_health_check_generate_req(req):
-            board().add(prompt_tokens=len(req.origin_input_ids), output_tokens=len(req.output_ids))
+        if is_health_check_generate_req(req) or (req.finished() and req.finished_output):
+            continue
+        if not req.finished():
+            if req.bootstrap_room:
+                counts.decoded(req.bootstrap_room)
+            continue
+        if req.bootstrap_room:
+            counts.decode_over(req.bootstrap_room)
+        counts.add(prompt_tokens=len(req.origin_input_ids), output_tokens=len(req.output_ids))
 
 
 def _is_own(req: Any) -> bool:
     """Of SGLang itself: its warm-up and its health check move nothing."""
     return bool(req.bootstrap_host == FAKE_BOOTSTRAP_HOST)
+
+
+def _never_fits(queue: Any, req: Any) -> bool:
+    """SGLang keeps tokens in reserve for every answer, and would wait for ever with a prompt
+    that all of its memory does not hold beside them (U9)."""
+    longest = queue.max_total_num_tokens - queue.num_reserved_decode_tokens
+    tokens = len(req.origin_input_ids)
+    if tokens <= longest:
+        return False
+    said = f"a prompt of {tokens} tokens does not fit into this replica; at most {longest} do"
+    _refuse(queue, req, failure_text(BudgetExceeded.cause, said))
+    return True
+
+
+def _refuse(queue: Any, req: Any, text: str) -> None:
+    prepare_abort(req, text, status_code=HTTPStatus.BAD_REQUEST)
+    queue.scheduler.output_streamer.stream_output([req], req.return_logprob)
 
 
 def _leg_or_refused(queue: Any, req: Any) -> Leg | None:
@@ -75,8 +101,6 @@ def _leg_or_refused(queue: Any, req: Any) -> Leg | None:
             raise msgspec.ValidationError("bootstrap_host and bootstrap_room are not the leg's")
     except msgspec.ValidationError as error:
         said = f"this replica serves no request alone, and this one has no leg: {error}"
-        text = failure_text(ProtocolViolation.cause, said)
-        prepare_abort(req, text, status_code=HTTPStatus.BAD_REQUEST)
-        queue.scheduler.output_streamer.stream_output([req], req.return_logprob)
+        _refuse(queue, req, failure_text(ProtocolViolation.cause, said))
         return None
     return leg

@@ -69,7 +69,7 @@ HOOKS = (
     Hook(f"{_SRT}.disaggregation.decode.DecodePreallocQueue.add", arrivals.to_decode),
     Hook(
         f"{_SRT}.managers.scheduler_components.output_streamer.SchedulerOutputStreamer.stream_output",
-        arrivals.finished,
+        arrivals.computed,
         HookType.BEFORE,
     ),
     Hook(f"{_SRT}.managers.scheduler.Scheduler.init_disaggregation", joining.join, HookType.AFTER),

@@ -189,12 +189,30 @@ def _unused(topology: Topology) -> Iterable[Diagnostic]:
         )
 
 
+def _baseline(topology: Topology) -> Iterable[Diagnostic]:
+    """Says that no replica could answer a request alone."""
+    if topology.replicas and all(_is_half(r) for r in topology.replicas):
+        yield Diagnostic(
+            severity=Severity.WARNING,
+            code="topology.no_baseline",
+            summary="no replica answers a request alone: prefill and decode replicas of sglang "
+            "do not",
+            field="replicas",
+            hint='add an ordinary replica (role = "both"): bench compares with it, and requests '
+            "go there when no pair can serve",
+        )
+
+
+def _is_half(replica: Replica) -> bool:
+    return replica.engine is Engine.SGLANG and replica.role is not Role.BOTH
+
+
 def _recompute(topology: Topology) -> Iterable[Diagnostic]:
     """An SGLang decode replica never computes a prompt, so it can't recompute one."""
     if topology.handoff.on_failure is not OnFailure.RECOMPUTE:
         return
     for i, r in enumerate(topology.replicas):
-        if r.role is Role.DECODE and r.engine is Engine.SGLANG:
+        if _is_half(r) and r.role is Role.DECODE:
             yield _error(
                 "no_recompute",
                 f'replica "{r.name}": on_failure = "recompute" is impossible, because a decode '
@@ -234,6 +252,7 @@ RULES: tuple[Callable[[Topology], Iterable[Diagnostic]], ...] = (
     addresses.routes,
     _exposure,
     _unused,
+    _baseline,
     _recompute,
 )
 

@@ -100,6 +100,27 @@ def test_sharing_with_one_replica_is_warned_and_off() -> None:
     ]
 
 
+def test_sglangs_halves_answer_nothing_alone_and_validate_says_so() -> None:
+    """DESIGN §7: a pair of SGLang has no baseline, until somebody else could compute a prompt."""
+    both = GOOD.replace('engine = "mlx"', 'engine = "sglang"')
+    assert [(d.code, d.severity) for d in found(both)] == [
+        ("topology.no_baseline", Severity.WARNING)
+    ]
+    assert codes(both + ORDINARY) == []
+    assert codes(both.replace('engine = "sglang"', 'engine = "mlx"', 1)) == []
+
+
+def test_a_decode_replica_that_computes_no_prompt_cannot_recompute_one() -> None:
+    """R72: refused before anything is launched, by the replica's name."""
+    text = GOOD.replace('engine = "mlx"', 'engine = "sglang"') + ORDINARY
+    text = text.replace("[handoff]", '[handoff]\non_failure = "recompute"')
+    (problem,) = found(text)
+    assert problem.code == "topology.no_recompute"
+    assert '"d0"' in problem.summary
+    prefill_alone = text.replace('"sglang"\nrole = "decode"', '"mlx"\nrole = "decode"')
+    assert codes(prefill_alone) == []
+
+
 def test_ports_of_different_hosts_do_not_clash() -> None:
     """U25: only ports of one host can collide; the router's port counts on its host."""
     two = edited('name = "d0"', 'name = "d0"\nhost = "b"\nhttp_port = 8000')

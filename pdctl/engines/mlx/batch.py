@@ -36,6 +36,7 @@ class Batch:
     ) -> None:
         args = provider.cli_args
         self._tokenizer = provider.tokenizer
+        self._detokenizer = provider.tokenizer.detokenizer
         self._layers = len(provider.model.layers)
         self._cache_key = provider.model_key
         self._cache_bytes = args.prompt_cache_bytes
@@ -74,7 +75,7 @@ class Batch:
             caches, held = self._kept_prefix(call)
             segments = self._remaining(call, held)
         call.context.prompt_cache_count = held
-        call.detokenizer = self._tokenizer.detokenizer
+        call.detokenizer = versions.fresh(self._detokenizer)
         call.uid = versions.insert(
             self._generator,
             segments,

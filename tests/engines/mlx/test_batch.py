@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("mlx_lm")
 
 from pdctl.engines.mlx import batch as module
+from pdctl.engines.mlx import versions
 from pdctl.engines.mlx.batch import Batch
 from pdctl.engines.mlx.call import Call
 from pdctl.engines.mlx.legs import PrefillLeg
@@ -41,6 +42,26 @@ class Generator:
         return [], []
 
 
+class Detokenizer:
+    """A table that is costly to make, and the text of one answer."""
+
+    def __init__(self) -> None:
+        self.table = {1: "one"}
+        self.text = ""
+
+    def reset(self) -> None:
+        self.text = ""
+
+
+def test_answers_share_the_detokenizers_table_alone() -> None:
+    """mlx-lm 0.31.3 makes that table anew wherever its tokenizer is asked for a detokenizer."""
+    first = Detokenizer()
+    first.text = "said"
+    second = versions.fresh(first)
+    assert second.table is first.table
+    assert (first.text, second.text) == ("said", "")
+
+
 def ended_by(error: Exception, monkeypatch: pytest.MonkeyPatch) -> list[BaseException | None]:
     """What a call ends with whose leg raises `error` in a step."""
     monkeypatch.setattr(module.library, "BatchGenerator", Generator)
@@ -51,7 +72,7 @@ def ended_by(error: Exception, monkeypatch: pytest.MonkeyPatch) -> list[BaseExce
     )
     provider = SimpleNamespace(
         cli_args=args,
-        tokenizer=SimpleNamespace(detokenizer=None),
+        tokenizer=SimpleNamespace(detokenizer=Detokenizer()),
         model=SimpleNamespace(layers=[]),
         model_key="m",
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
 
 from pdctl.errors import PeerLost
@@ -10,6 +11,8 @@ from pdctl.handoff import wire
 from pdctl.handoff.arena import Bytes
 from pdctl.handoff.lease import Life
 from pdctl.handoff.page import PageGeometry
+from pdctl.handoff.schedule import PIECE_BYTES
+from pdctl.handoff.sink import HELD_PIECES
 from pdctl.handoff.transport.interface import Connection
 
 PART_BYTES = 256 << 10
@@ -45,7 +48,7 @@ class Link:
         """Of pages received, ever."""
         self._memory = memory
         self._sending = threading.Lock()
-        self._scratch: list[memoryview] = []
+        self._scratch: deque[memoryview] = deque()
         self._header = memoryview(bytearray(wire.HEADER_BYTES))
 
     def send(self, message: wire.Message, room: int = 0, *, fingerprint: str = "") -> None:
@@ -104,12 +107,9 @@ class Link:
         return wire.read_body(header, self.read_body(header))
 
     def read_piece(self, header: wire.Header) -> memoryview:
-        """A piece, its checksum compared; valid until the next but one is read."""
-        if not self._scratch:
-            size = self.geometry.page_bytes
-            self._scratch = [self._made(size), self._made(size)]
-        self._scratch.reverse()
-        piece = self._scratch[0][: header.length]
+        """A piece, its checksum compared; valid until the next one is read, or, in memory that
+        was given, until `HELD_PIECES` more are."""
+        piece = self._next_scratch(header.length)[: header.length]
         check, got = wire.PieceCheck(header), 0
         while got < header.length:
             count = self._receive(piece[got : got + PART_BYTES])
@@ -119,6 +119,14 @@ class Link:
             got += count
         check.finish()
         return piece
+
+    def _next_scratch(self, length: int) -> memoryview:
+        held = 1 if self._memory is None else HELD_PIECES
+        oldest = self._scratch.popleft() if len(self._scratch) == held else memoryview(b"")
+        if oldest.nbytes < length:
+            oldest = self._made(min(max(length, PIECE_BYTES), self.geometry.page_bytes))
+        self._scratch.append(oldest)
+        return oldest
 
     def _made(self, size: int) -> memoryview:
         return memoryview(bytearray(size)) if self._memory is None else self._memory(size).data

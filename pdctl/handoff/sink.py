@@ -9,6 +9,9 @@ import msgspec
 from pdctl.errors import HandoffError
 from pdctl.handoff.page import Patterns
 
+HELD_PIECES = 8
+"""How many of the last pieces stay as they were, where the receiver was given its memory."""
+
 
 class Want(msgspec.Struct, frozen=True, kw_only=True):
     """What a receiver grants: positions [held_tokens, tokens).
@@ -38,8 +41,8 @@ class PageSink(Protocol):
 
     def write(self, page: int, first_layer: int, piece: Patterns) -> None:
         """Places `[layers, 2, page_tokens, kv_heads, head_dim]`, checked, read-only in spirit:
-        the memory is reused after the next call has returned. A page's layers come in order, and
-        no page is ahead of the one before it; pages may come layer by layer."""
+        the memory is reused after the return, or as `HELD_PIECES` says. A page's layers come in
+        order, and no page is ahead of the one before it; pages may come layer by layer."""
         ...
 
     def commit(self, first_token: int | None) -> None:

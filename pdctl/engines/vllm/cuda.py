@@ -23,11 +23,15 @@ from pdctl.engines.vllm.interface import Span
 from pdctl.engines.vllm.layout import PAGE_DTYPES, in_order
 from pdctl.engines.vllm.page_locked import page_locked
 from pdctl.handoff.page import PATTERN, PageGeometry, Patterns
+from pdctl.handoff.sink import HELD_PIECES
 from pdctl.topology.model import Dtype
 
 GROUP_BYTES = 8 << 20
 """Layers leave together until they have that many bytes: a launch costs the worker thread 0.1 ms,
 whatever it copies, and each landing is a sweep of small pieces over every page."""
+
+BATCH_PIECES = HELD_PIECES // 2
+"""Copied together on the way in, while as many more are received."""
 
 
 @dataclass
@@ -43,6 +47,12 @@ class _Step:
     calls: list[Callable[[], None]] = field(default_factory=list)
 
 
+class _Piece(NamedTuple):
+    rows: NDArray[np.int64]
+    layers: range
+    source: Patterns
+
+
 class _Writing(NamedTuple):
     mark: Mark
     kept: object
@@ -50,9 +60,16 @@ class _Writing(NamedTuple):
 
 
 class _Thread(threading.local):
-    """One handoff's thread: its last write."""
+    """One handoff's thread: pieces that have come, and those that are being copied."""
 
-    writing: _Writing | None = None
+    def __init__(self) -> None:
+        self.pieces: list[_Piece] = []
+        self.writing: _Writing | None = None
+
+    def wait(self) -> None:
+        if self.writing is not None:
+            self.writing.mark.synchronize()
+            self.writing = None
 
 
 class CudaBlocks:
@@ -144,19 +161,37 @@ class CudaBlocks:
     def write(
         self, blocks: Sequence[int], start: int, stop: int, first_layer: int, piece: Patterns
     ) -> None:
-        """Returns before the copy is over, but not before that of the piece before it is."""
+        """Several at a time: a launch costs more than it copies."""
         source = self._locked(piece)
         page = start // self._pages.page_tokens
-        table = self._table(self._rows(blocks, start, stop, source[None], first_page=page))
+        rows = self._rows(blocks, start, stop, source[None], first_page=page)
         layers = range(first_layer, first_layer + len(piece))
-        mark = self._side.run(lambda: self._copies.from_pages(self._bases, table, layers))
-        self.flush()
-        self._thread.writing = _Writing(mark, (source, table))
+        self._thread.pieces.append(_Piece(rows, layers, source))
+        if len(self._thread.pieces) == BATCH_PIECES:
+            self._scatter()
 
     def flush(self) -> None:
-        if self._thread.writing is not None:
-            self._thread.writing.mark.synchronize()
-            self._thread.writing = None
+        if self._thread.pieces:
+            self._scatter()
+        self._thread.wait()
+
+    def _scatter(self) -> None:
+        """Begins what this thread has gathered, and waits for what it had begun before."""
+        thread, alike = self._thread, dict[range, list[NDArray[np.int64]]]()
+        for piece in thread.pieces:
+            alike.setdefault(piece.layers, []).append(piece.rows)
+        tables = {
+            layers: self._table(np.concatenate(rows, axis=1)) for layers, rows in alike.items()
+        }
+
+        def copy() -> None:
+            for layers, table in tables.items():
+                self._copies.from_pages(self._bases, table, layers)
+
+        mark = self._side.run(copy)
+        thread.wait()
+        thread.writing = _Writing(mark, (thread.pieces, tables))
+        thread.pieces = []
 
     # -- inside
 

@@ -48,6 +48,7 @@ def check(blocks: CudaBlocks, attention: Attention, pages: PageGeometry) -> None
             start = page * pages.page_tokens
             stop = min(start + pages.page_tokens, tokens)
             copied.write(SEQUENCE, start, stop, 0, found[page])
+        copied.flush()
         sound = sound and all(map(torch.equal, written.layers, copied.layers))
     finally:
         written.close()

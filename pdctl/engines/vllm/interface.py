@@ -71,7 +71,7 @@ class Blocks(Protocol):
 
         Args:
             piece: `[layers, 2, page_tokens, kv_heads, head_dim]`, that page's; the memory is
-                another's after the return of this thread's next call.
+                another's as `PageSink.write` says.
         """
         ...
 

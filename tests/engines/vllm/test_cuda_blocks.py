@@ -241,6 +241,7 @@ def test_a_write_begins_where_the_cache_ends() -> None:
     pages = engine.empty_pages(64)
     pages[:] = 7
     engine.blocks.write([5, 6, 7, 8], 20, 63, 1, pages[0, 1:2])
+    engine.blocks.flush()
     after = engine.tokens(1, range(24))
     changed = np.flatnonzero((after != before).any(axis=(0, 2, 3)))
     assert changed.tolist() == list(range(5 * 16 + 20, 5 * 16 + 63))
@@ -282,6 +283,7 @@ def test_a_cast_rounds_as_the_engine_does() -> None:
     assert np.array_equal(pages, expected(engine, [1, 2], 0, 65))
     again = Engine(dtype=torch.float32)
     again.blocks.write([1, 2], 0, 64, 0, pages[0])
+    again.blocks.flush()
     assert np.array_equal(again.tokens(0, [1]), engine.tokens(0, [1]))
 
 

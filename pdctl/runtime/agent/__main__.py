@@ -81,9 +81,8 @@ def _far_hosts(record: ClusterRecord, own: str) -> Iterator[dict[str, FarHost]]:
 
 
 async def _serve(orders: Orders, record: ClusterRecord, far: dict[str, FarHost]) -> None:
-    import xoscar
-
     from pdctl.runtime.agent.actor import UID, AgentActor
+    from pdctl.runtime.agent.oscar import xoscar
 
     agent = Agent(orders, far=far)
     address = f"127.0.0.1:{record.plan.agent_ports[orders.host]}"

@@ -5,9 +5,8 @@
 
 from __future__ import annotations
 
-import xoscar
-
 from pdctl.runtime.agent.core import Agent
+from pdctl.runtime.agent.oscar import xoscar
 from pdctl.runtime.agent.view import decode, encode
 from pdctl.runtime.cluster.state import ClusterRecord
 

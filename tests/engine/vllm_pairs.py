@@ -16,6 +16,11 @@ from pdctl.handoff.counters import Counters
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 OUTPUT_TOKENS = 16
+CHUNK_TOKENS = 128
+BUFFER_PAGES = 40
+"""Of vLLM's prefill replica: one context of 2048 tokens takes 32."""
+BLOCKS = 34
+"""Of 64 tokens on vLLM's decode replica: one context, so that others wait for it."""
 
 
 class Four(msgspec.Struct):

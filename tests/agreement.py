@@ -7,9 +7,11 @@ other difference is a fault. The whole run's comparisons are printed at its end 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
+
+import msgspec
 
 NEAR_TIE_NATS = 0.024
 """By how much an engine's own choice may lead a token that wins after a handoff: 16-bit pages
@@ -100,10 +102,14 @@ class Comparison(NamedTuple):
 
 
 class Agreement:
-    """Every comparison of one run."""
+    """One test's comparisons.
 
-    def __init__(self) -> None:
-        self.made: list[Comparison] = []
+    Args:
+        keep: gets each as it is made, in plain types.
+    """
+
+    def __init__(self, keep: Callable[[object], None]) -> None:
+        self._keep = keep
 
     def check(self, path: str, prompt: str, own: dict[str, Any], other: dict[str, Any]) -> None:
         """Compares two answers to one body with `ranking`, and keeps the outcome.
@@ -119,20 +125,22 @@ class Agreement:
         mine, theirs = steps_of(own), steps_of(other)
         assert mine, own
         found = Comparison(path, prompt, parting(mine, theirs), moved_nats(mine, theirs))
-        self.made.append(found)
+        self._keep(msgspec.to_builtins(found))
         if found.parting is not None:
             assert found.parting.gap_nats <= NEAR_TIE_NATS, f"{path}, {prompt}: {found.parting}"
 
-    def report(self) -> Iterator[str]:
-        """Lines: one per path, then one per difference."""
-        for path in dict.fromkeys(each.path for each in self.made):
-            own = [each for each in self.made if each.path == path]
-            equal = sum(each.parting is None for each in own)
-            most = max(each.moved_nats for each in own)
-            yield (
-                f"{path}: {len(own)} prompts, {equal} equal; "
-                f"no log probability moved by more than {most:.4f} nats"
-            )
-        for each in self.made:
-            if each.parting is not None:
-                yield f"  {each.path}, {each.prompt}: {each.parting} (bound {NEAR_TIE_NATS})"
+
+def report(kept: Iterable[object]) -> Iterator[str]:
+    """Lines about all that was kept: one per path, then one per difference."""
+    made = [msgspec.convert(each, Comparison) for each in kept]
+    for path in dict.fromkeys(each.path for each in made):
+        own = [each for each in made if each.path == path]
+        equal = sum(each.parting is None for each in own)
+        most = max(each.moved_nats for each in own)
+        yield (
+            f"{path}: {len(own)} prompts, {equal} equal; "
+            f"no log probability moved by more than {most:.4f} nats"
+        )
+    for each in made:
+        if each.parting is not None:
+            yield f"  {each.path}, {each.prompt}: {each.parting} (bound {NEAR_TIE_NATS})"

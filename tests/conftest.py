@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
-from agreement import Agreement
+from agreement import Agreement, report
 
-KEPT = pytest.StashKey[Agreement]()
-
-
-@pytest.fixture(scope="session")
-def agreement(pytestconfig: pytest.Config) -> Agreement:
-    """Where greedy text was compared, and how it came out."""
-    return pytestconfig.stash.setdefault(KEPT, Agreement())
+PROPERTY = "agreement"
 
 
-def pytest_terminal_summary(
-    terminalreporter: pytest.TerminalReporter, config: pytest.Config
-) -> None:
-    kept = config.stash.get(KEPT, Agreement())
-    if kept.made:
+@pytest.fixture
+def agreement(record_property: Callable[[str, object], None]) -> Agreement:
+    """Compares greedy text; every comparison is in the run's report, and in junit's."""
+    return Agreement(lambda found: record_property(PROPERTY, found))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    kept = [
+        found
+        for each in (*terminalreporter.getreports("passed"), *terminalreporter.getreports("failed"))
+        if each.when == "call"
+        for name, found in each.user_properties
+        if name == PROPERTY
+    ]
+    if kept:
         terminalreporter.section("greedy text beside an engine alone")
-        for line in kept.report():
+        for line in report(kept):
             terminalreporter.write_line(line)

@@ -5,7 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from agreement import NEAR_TIE_NATS, Agreement, Parting, Step, moved_nats, parting, steps_of
+from agreement import (
+    NEAR_TIE_NATS,
+    Agreement,
+    Parting,
+    Step,
+    moved_nats,
+    parting,
+    report,
+    steps_of,
+)
 
 OLDER: dict[str, Any] = {
     "tokens": ["a", "b"],
@@ -72,12 +81,13 @@ def test_log_probabilities_are_compared_up_to_the_parting() -> None:
 
 def test_a_near_tie_is_reported_and_anything_else_fails() -> None:
     """The report counts every prompt, and shows each difference with its lead."""
-    kept = Agreement()
-    kept.check("p>d", "prompt 1", answer(OLDER), answer(NEWER))
-    kept.check("p>d", "prompt 2", answer(OLDER), chosen("c", b=-0.72, c=-0.69))
+    kept: list[object] = []
+    agreement = Agreement(kept.append)
+    agreement.check("p>d", "prompt 1", answer(OLDER), answer(NEWER))
+    agreement.check("p>d", "prompt 2", answer(OLDER), chosen("c", b=-0.72, c=-0.69))
     with pytest.raises(AssertionError, match="'b' → 'x', 1"):
-        kept.check("p>d", "prompt 3", chosen("b", b=-0.7, x=-1.7), chosen("x", b=-1, x=-0.7))
-    first, *differences = kept.report()
+        agreement.check("p>d", "prompt 3", chosen("b", b=-0.7, x=-1.7), chosen("x", b=-1, x=-0.7))
+    first, *differences = report(kept)
     assert first.startswith("p>d: 3 prompts, 1 equal")
     assert len(differences) == 2
     assert f"'b' → 'c', 0.0100 nats apart (bound {NEAR_TIE_NATS})" in differences[0]

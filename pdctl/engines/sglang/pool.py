@@ -76,13 +76,15 @@ class SlotPool:
                 self._values[layer][block, at] = value
 
     def after(self, *streams: Any) -> Any:
-        """What `wait` lets this thread's copies come after: everything that these streams have
-        been given so far. None on a CPU."""
+        """What `wait` lets copies come after: everything that these streams and the calling
+        thread's own have been given so far. None on a CPU."""
         if self.device.type != "cuda":
             return None
-        events = [torch.cuda.Event() for _ in streams]
-        for event, stream in zip(events, streams, strict=True):
+        events = []
+        for stream in (torch.cuda.current_stream(self.device), *streams):
+            event = torch.cuda.Event()
             event.record(stream)
+            events.append(event)
         return events
 
     def wait(self, events: Any) -> None:

@@ -134,7 +134,7 @@ def routed(target: Target) -> list[Routed]:
             step=column.decode if column.is_pair else None,
         )
         for column in columns(target.plan)
-        if column.prefill != PACED or column.decode == "md"
+        if column.path not in ("mp>md", f"{PACED}>vd")
     ]
 
 
@@ -169,15 +169,18 @@ class Run:
         options, engines = self._options, self._engines
         with ExitStack() as stack:
             plain = stack.enter_context(engines.vllm("vllm"))
-            mlx = stack.enter_context(engines.mlx("mlx"))
-            alone = [Direct.of(plain, Engine.VLLM), Direct.of(mlx, Engine.MLX)]
+            alone = [Direct.of(plain, Engine.VLLM)]
+            servers = [plain]
+            if not options.no_mlx_alone:
+                servers.append(stack.enter_context(engines.mlx("mlx")))
+                alone.append(Direct.of(servers[-1], Engine.MLX))
             with ExitStack() as inner:
                 beside = self._nixl(inner) if options.nixl == "beside" else []
                 name, port = f"gpu-{os.getpid()}", free_port()
                 text = topology(name, engines, port, paced=not options.no_paced)
                 target = inner.enter_context(cluster(name, text, self._folder))
                 idle = Direct("vp idle", Engine.VLLM, f"http://127.0.0.1:{port}", target.plan.model)
-                wait(plain, mlx, *(end for pair in beside for end in pair.ends))
+                wait(*servers, *(end for pair in beside for end in pair.ends))
                 ways = [*alone, idle, *routed(target), *beside]
                 cells = self._sweep(ways, options.rounds, options.warm_ups)
                 by_turns = self._sweep([alone[0], idle], options.idle_rounds, 2)
@@ -213,7 +216,8 @@ def engines_of(options: argparse.Namespace, logs: Path) -> Engines:
         "kv_cache_memory_bytes": options.kv_bytes,
         "enforce_eager": not options.graphs,
         "max_num_seqs": 8,
-        "gpu_memory_utilization": 0.2,
+        # not what is used, which the line above says, but what must be free at start
+        "gpu_memory_utilization": 0.02,
     }
     one_thread = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
     blas = Path("/usr/lib/x86_64-linux-gnu/libopenblas.so.0")
@@ -243,6 +247,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--idle-rounds", type=int, default=16)
     parser.add_argument("--nixl", choices=("beside", "after", "no"), default="beside")
     parser.add_argument("--no-paced", action="store_true")
+    parser.add_argument(
+        "--no-mlx-alone", action="store_true", help="no mlx-lm server: md's TTFT is MLX's P alone"
+    )
     parser.add_argument("--graphs", action="store_true", help="torch.compile and CUDA graphs")
     parser.add_argument("--kv-bytes", type=int, default=2 << 30, help="each vLLM's KV memory")
     parser.add_argument("--context-length", type=int, default=8192)

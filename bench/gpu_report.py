@@ -97,7 +97,9 @@ def report_of(
 def _against_floor(
     name: str, figures: dict[str, Any], row: dict[str, Any], link_ms: float
 ) -> dict[str, Any]:
-    alone = "mlx" if name.startswith("m") else "vllm"
+    alone = "vllm"
+    if name.startswith("m"):
+        alone = "mlx" if "mlx" in row else "md"
     decode = name.partition(">")[2]
     prefill_ms = row.get(alone, {}).get("ttft_ms")
     step_ms = row.get(decode if decode in row else "vd", {}).get("tpot_ms")

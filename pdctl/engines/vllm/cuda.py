@@ -23,12 +23,14 @@ from pdctl.engines.vllm.interface import Span
 from pdctl.engines.vllm.layout import PAGE_DTYPES, in_order
 from pdctl.engines.vllm.page_locked import page_locked
 from pdctl.handoff.page import PATTERN, PageGeometry, Patterns
+from pdctl.handoff.schedule import PIECE_BYTES
 from pdctl.handoff.sink import HELD_PIECES
 from pdctl.topology.model import Dtype
 
-GROUP_BYTES = 8 << 20
-"""Layers leave together until they have that many bytes: a launch costs the worker thread 0.1 ms,
-whatever it copies, and each landing is a sweep of small pieces over every page."""
+GROUP_BYTES = 4 << 20
+PIECE_PART_BYTES = PIECE_BYTES // 2
+"""Layers leave together until they have so many bytes in all, and in each page: a launch costs the
+worker thread 0.1 ms whatever it copies, and each landing is a sweep of pieces over every page."""
 
 BATCH_PIECES = HELD_PIECES // 2
 """Copied together on the way in, while as many more are received."""
@@ -59,10 +61,32 @@ class _Writing(NamedTuple):
     """What the GPU reads until the mark."""
 
 
+class _Places:
+    """Of one request: the pieces of a page come one after the other, layer by layer."""
+
+    def __init__(self) -> None:
+        self._blocks: Sequence[int] = ()
+        self._found: dict[tuple[int, int], NDArray[np.int64]] = {}
+
+    def of(
+        self,
+        blocks: Sequence[int],
+        start: int,
+        stop: int,
+        find: Callable[[Sequence[int], int, int], NDArray[np.int64]],
+    ) -> NDArray[np.int64]:
+        if blocks is not self._blocks:
+            self._blocks, self._found = blocks, {}
+        if (start, stop) not in self._found:
+            self._found[start, stop] = find(blocks, start, stop)
+        return self._found[start, stop]
+
+
 class _Thread(threading.local):
     """One handoff's thread: pieces that have come, and those that are being copied."""
 
     def __init__(self) -> None:
+        self.places = _Places()
         self.pieces: list[_Piece] = []
         self.writing: _Writing | None = None
 
@@ -133,17 +157,17 @@ class CudaBlocks:
             self._side.hold_model(self._last)
             self._last = None
         if spans:
-            rows = [self._rows(s.blocks, s.start, s.stop, s.pages) for s in spans]
+            rows = [self._rows(span) for span in spans]
             self._step = _Step(spans, self._table(np.concatenate(rows, axis=1)))
 
     def gather(self, layer: int, landed: Callable[[], None]) -> None:
         step = self._step
         step.calls.append(landed)
         step.waiting_bytes += step.table.shape[1] * self._layer_token_bytes
-        last = layer + 1 == len(self.layers)
-        if step.waiting_bytes < GROUP_BYTES and not last:
+        layers, last = range(step.first, layer + 1), layer + 1 == len(self.layers)
+        small = len(layers) * self._pages.layer_bytes < PIECE_PART_BYTES
+        if (small or step.waiting_bytes < GROUP_BYTES) and not last:
             return
-        layers = range(step.first, layer + 1)
         mark = self._side.after_model(
             lambda: self._copies.to_pages(self._bases, step.table, layers)
         )
@@ -163,10 +187,11 @@ class CudaBlocks:
     ) -> None:
         """Several at a time: a launch costs more than it copies."""
         source = self._locked(piece)
-        page = start // self._pages.page_tokens
-        rows = self._rows(blocks, start, stop, source[None], first_page=page)
+        places = self._thread.places.of(blocks, start, stop, self._places)
+        slot = start % self._pages.page_tokens
+        addresses = source.ctypes.data + (np.arange(stop - start) + slot) * source.strides[2]
         layers = range(first_layer, first_layer + len(piece))
-        self._thread.pieces.append(_Piece(rows, layers, source))
+        self._thread.pieces.append(_Piece(np.stack([places, addresses]), layers, source))
         if len(self._thread.pieces) == BATCH_PIECES:
             self._scatter()
 
@@ -195,23 +220,21 @@ class CudaBlocks:
 
     # -- inside
 
-    def _rows(
-        self,
-        blocks: Sequence[int],
-        start: int,
-        stop: int,
-        pages: Patterns,
-        first_page: int = 0,
-    ) -> NDArray[np.int64]:
-        """The kernel's table for positions [start, stop) and the pages from `first_page` on."""
+    def _rows(self, span: Span) -> NDArray[np.int64]:
+        """The kernel's table for a span."""
+        at, pages = np.arange(span.start, span.stop), span.pages
+        page, slot = at // self._pages.page_tokens, at % self._pages.page_tokens
+        addresses = pages.ctypes.data + page * pages.strides[0] + slot * pages.strides[3]
+        return np.stack([self._places(span.blocks, span.start, span.stop), addresses])
+
+    def _places(self, blocks: Sequence[int], start: int, stop: int) -> NDArray[np.int64]:
+        """Where the kernel finds positions [start, stop) in a layer's memory."""
         at = np.arange(start, stop)
         first, last = start // self.block_tokens, (stop - 1) // self.block_tokens
         held = np.array(blocks[first : last + 1], dtype=np.int64)
-        block = held[at // self.block_tokens - first]
-        place = self.layout.place(block * self.block_tokens + at % self.block_tokens)
-        page, slot = at // self._pages.page_tokens - first_page, at % self._pages.page_tokens
-        address = pages.ctypes.data + page * pages.strides[0] + slot * pages.strides[3]
-        return np.stack([self._copies.places(place), address])
+        slots = held[at // self.block_tokens - first] * self.block_tokens + at % self.block_tokens
+        found: NDArray[np.int64] = self._copies.places(self.layout.place(slots))
+        return found
 
     def _table(self, rows: NDArray[np.int64]) -> torch.Tensor:
         """Read by the GPU where it lies: a copy to the device would wait for the model."""

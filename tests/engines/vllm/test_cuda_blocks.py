@@ -163,6 +163,7 @@ class Engine:
 @pytest.fixture(autouse=True)
 def _small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "GROUP_BYTES", 1)
+    monkeypatch.setattr(cuda, "PIECE_PART_BYTES", 1)
 
 
 def expected(engine: Engine, blocks: Sequence[int], start: int, stop: int) -> Patterns:

@@ -19,6 +19,9 @@ ENVIRONMENTS := $(PINNED_STAMP) $(VLLM_STAMP) $(SGLANG_STAMP) $(VLLM_NEWEST_STAM
 PIP := -m pip --disable-pip-version-check --quiet
 PYTEST := $(BIN)/python -m pytest --durations=10 --durations-min=1
 
+# Each of their tests has a cluster of its own, which mostly waits: two run at a time.
+APART := tests/cli tests/runtime
+
 # An environment has up to 20,000 modules, and what runs in it imports 3,000: those are compiled
 # when they are first imported, and stay so.
 PIP_INSTALL := $(PIP) install --no-compile
@@ -77,11 +80,13 @@ cases: $(STAMP)  ## which numbered cases have a test, and which have none
 
 test-engines: $(STAMP) $(VLLM_STAMP) $(SGLANG_STAMP)  ## the suites that drive real engines
 	$(BIN)/pdctl demo-model
-	$(PYTEST) -m "engine and not slow and not ssh"
+	$(PYTEST) -n 2 -m "engine and not slow and not ssh" $(APART)
+	$(PYTEST) -m "engine and not slow and not ssh" $(APART:%=--ignore=%)
 	$(VLLM)/bin/python -m pytest tests/engines/vllm/test_cuda_blocks.py
 
 test-far: $(STAMP)  ## hosts over SSH: real sshds on loopback; skips where there is no sshd
-	$(PYTEST) -m "ssh and not slow"
+	$(PYTEST) -n 2 -m "ssh and not slow" $(APART)
+	$(PYTEST) -m "ssh and not slow" $(APART:%=--ignore=%)
 
 test-vllm: $(STAMP) $(VLLM_STAMP)  ## of those, the ones about vLLM
 	$(PYTEST) -m "engine and not slow" tests/engine/test_vllm_*.py tests/e2e/test_vllm_*.py

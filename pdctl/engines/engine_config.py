@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from pdctl.topology.diagnostics import Diagnostic
+from pdctl.topology.model import Replica
 
 
 class Problem(NamedTuple):
@@ -21,6 +22,28 @@ class Problem(NamedTuple):
 def normalised(key: str) -> str:
     """One spelling of an option's name: `prefill-step-size` is `prefill_step_size`."""
     return key.lower().replace("-", "_")
+
+
+def whole_number(config: Mapping[str, Any], name: str) -> int | None:
+    """The value of a normalised name, where it is there and a whole number."""
+    value = {normalised(key): value for key, value in config.items()}.get(name)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def check_one_device(replica: Replica) -> list[Diagnostic]:
+    """What engines that choose among several devices say of a replica that names two."""
+    if len(replica.devices) < 2:
+        return []
+    return [
+        Diagnostic(
+            code="topology.devices",
+            summary=f'replica "{replica.name}": it has {len(replica.devices)} devices, '
+            "and one replica runs on one device in this version",
+            replica=replica.name,
+            field="devices",
+            hint="write a replica for each device",
+        )
+    ]
 
 
 def check_config(

@@ -10,10 +10,11 @@ import msgspec
 from pdctl.engines.bodies import error_of, has_media, one_token
 from pdctl.engines.commands import environment_of, python_of
 from pdctl.engines.interface import Command, Leg
+from pdctl.engines.memory import needed_bytes
 from pdctl.engines.mlx.options import OWNED, check_options, option_arguments
 from pdctl.topology.contract import Contract
 from pdctl.topology.diagnostics import Diagnostic
-from pdctl.topology.model import ComputeDtype, Engine, Host, Replica, Role
+from pdctl.topology.model import Engine, Host, Replica, Role
 from pdctl.topology.plan import Plan, ReplicaPlan
 
 ABORT_PATH = "/pdctl/abort"
@@ -25,9 +26,6 @@ NOT_ON_PREFILL = ("stream_options", "min_tokens", "logprobs", "top_logprobs", "e
 
 MOST_LOGPROBS = 5
 """Alternatives per token that completions' older form may ask for."""
-
-SEQUENCES_ASSUMED = 2
-"""Whole contexts that the memory estimate allows for."""
 
 PROCESS_BYTES = 400 << 20
 """Resident memory of Python, mlx-lm and its tokenizer, before any weight."""
@@ -93,10 +91,7 @@ class MlxSpec:
         return error_of(status, body)
 
     def memory_bytes(self, replica: ReplicaPlan, contract: Contract, weights_bytes: int) -> int:
-        widening = 2 if replica.compute_dtype is ComputeDtype.FLOAT32 else 1
-        context = contract.positions.context_length
-        kv_bytes = contract.token_kv_bytes * context * SEQUENCES_ASSUMED
-        return PROCESS_BYTES + widening * (weights_bytes + kv_bytes)
+        return needed_bytes(replica, contract, weights_bytes, processes_bytes=PROCESS_BYTES)
 
 
 def body_refusals(body: dict[str, Any]) -> Iterator[tuple[str, str]]:

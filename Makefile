@@ -19,7 +19,7 @@ ENVIRONMENTS := $(PINNED_STAMP) $(VLLM_STAMP) $(SGLANG_STAMP) $(VLLM_NEWEST_STAM
 PIP := -m pip --disable-pip-version-check --quiet
 PYTEST := $(BIN)/python -m pytest --durations=10 --durations-min=1
 
-# Each of their tests has a cluster of its own, which mostly waits: two run at a time.
+# Each of their tests has a cluster of its own, which mostly waits: two run at once.
 APART := tests/cli tests/runtime
 
 # An environment has up to 20,000 modules, and what runs in it imports 3,000: those are compiled
@@ -73,7 +73,7 @@ demo: $(STAMP)  ## a real model answers through a prefill and a decode replica
 
 test: $(STAMP)  ## the quick tests and the checks: no GPU, no network, no engine
 	$(MAKE) --no-print-directory check
-	$(PYTEST) -m "not engine and not ssh and not gpu"
+	$(PYTEST) -n 2 -m "not engine and not ssh and not gpu"
 
 cases: $(STAMP)  ## which numbered cases have a test, and which have none
 	$(BIN)/python tests/cases.py
@@ -83,6 +83,7 @@ test-engines: $(STAMP) $(VLLM_STAMP) $(SGLANG_STAMP)  ## the suites that drive r
 	$(PYTEST) -n 2 -m "engine and not slow and not ssh" $(APART)
 	$(PYTEST) -m "engine and not slow and not ssh" $(APART:%=--ignore=%)
 	$(VLLM)/bin/python -m pytest tests/engines/vllm/test_cuda_blocks.py
+	$(SGLANG)/bin/python -m pytest tests/engines/sglang
 
 test-far: $(STAMP)  ## hosts over SSH: real sshds on loopback; skips where there is no sshd
 	$(PYTEST) -n 2 -m "ssh and not slow" $(APART)

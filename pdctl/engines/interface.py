@@ -100,6 +100,11 @@ class EngineSpec(Protocol):
         closing the connection is enough."""
         ...
 
+    def release(self, room: int) -> tuple[str, dict[str, Any]] | None:
+        """Path and JSON body of a POST that ends the handoff of a prefill leg which was answered
+        while pages were still to leave; None where the answer comes after Done."""
+        ...
+
     def refusals(self, body: dict[str, Any], role: Role) -> list[tuple[str, str]]:
         """(parameter, reason) for what a handoff that ends on this engine in `role` cannot
         honour; empty when all is fine. Called for every request: fast."""

@@ -124,6 +124,12 @@ class Sender(ReplicaEnd):
         self._pulse.wake()
         return outbound
 
+    def release(self, room: int) -> None:
+        """Ends a room's handoff where it is still open: its receiver will not come."""
+        for outbound in self._rooms.open():
+            if outbound.room == room:
+                outbound.cancel()
+
     def close(self) -> None:
         """Ends every handoff as cancelled, every connection and thread; bounded."""
         self._closing.set()

@@ -84,6 +84,9 @@ class MlxSpec:
     def abort(self, room: int) -> tuple[str, dict[str, Any]] | None:
         return ABORT_PATH, {"room": room}
 
+    def release(self, room: int) -> tuple[str, dict[str, Any]] | None:
+        return None
+
     def refusals(self, body: dict[str, Any], role: Role) -> list[tuple[str, str]]:
         return list(body_refusals(body))
 

@@ -136,6 +136,9 @@ class SglangSpec:
     def abort(self, room: int) -> tuple[str, dict[str, Any]] | None:
         return "/abort_request", {"rid": request_id(room)}
 
+    def release(self, room: int) -> tuple[str, dict[str, Any]] | None:
+        return None
+
     def refusals(self, body: dict[str, Any], role: Role) -> list[tuple[str, str]]:
         return list(_refusals(body, role))
 

@@ -80,6 +80,7 @@ class SchedulerHalf:
         self._finish: list[Finish] = []
         self._place: list[Place] = []
         self._doom: list[Doom] = []
+        self._release: list[int] = []
         self._prompt_tokens = self._output_tokens = 0
         self._decoded: list[int] = []
 
@@ -89,6 +90,9 @@ class SchedulerHalf:
         self._prompt_tokens += request.num_prompt_tokens
         params = request.kv_transfer_params
         if not isinstance(params, dict) or "pdctl" not in params:
+            return
+        if (room := _released(params["pdctl"])) is not None:
+            self._release.append(room)
             return
         ask = self._asks[request.request_id] = Ask(self._role, request.num_prompt_tokens)
         try:
@@ -172,11 +176,13 @@ class SchedulerHalf:
             finish=self._finish,
             place=self._place,
             doom=self._doom,
+            release=self._release,
             starts=list(self._starting(scheduled)),
             export=list(self._exports(scheduled)),
             load=load,
         )
         self._begin, self._finish, self._place, self._doom = [], [], [], []
+        self._release = []
         self._prompt_tokens = self._output_tokens = 0
         self._decoded = []
         return made
@@ -246,6 +252,12 @@ def _progress(scheduled: Any) -> Iterator[tuple[str, list[int], bool, int]]:
         blocks = list(more[0]) if more else []
         resumed = request_id in cached.resumed_req_ids
         yield request_id, blocks, resumed, cached.num_computed_tokens[at]
+
+
+def _released(order: Any) -> int | None:
+    """The room of an order that takes a leg's place (`spec.release`)."""
+    room = order.get("release") if isinstance(order, dict) else None
+    return room if isinstance(room, int) else None
 
 
 def _leg_of(params: dict[str, Any]) -> Leg | None:

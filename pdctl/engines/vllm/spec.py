@@ -27,6 +27,8 @@ QUIET_ENV = {
 }
 """Checkpoints are directories: nothing is looked up on a hub, and nothing is reported."""
 
+RELEASE_PATH = "/v1/completions"
+
 NOT_ON_PREFILL = (
     "stream_options",
     "min_tokens",
@@ -106,6 +108,12 @@ class VllmSpec:
     def abort(self, room: int) -> tuple[str, dict[str, Any]] | None:
         """None: vLLM ends a request whose connection is closed."""
         return None
+
+    def release(self, room: int) -> tuple[str, dict[str, Any]] | None:
+        """vLLM answers at the first token. It has no route for us: an order comes as a request
+        of one token."""
+        order = {"pdctl": {"release": room}}
+        return RELEASE_PATH, {"prompt": [0], "max_tokens": 1, "kv_transfer_params": order}
 
     def refusals(self, body: dict[str, Any], role: Role) -> list[tuple[str, str]]:
         return list(_refusals(body))

@@ -74,6 +74,8 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     place: list[Place] = []
     doom: list[Doom] = []
     finish: list[Finish] = []
+    release: list[int] = []
+    """Rooms of prefill requests that have ended; their receivers will not come."""
     starts: list[str] = []
     """Requests whose first forward on imported positions is in this step."""
     export: list[Export] = []

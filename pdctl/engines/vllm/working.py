@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 from pdctl.engines.channel import Failed
 from pdctl.engines.vllm.exports import Exports
@@ -49,6 +50,9 @@ class WorkerHalf:
             self._place(place)
         for doom in step.doom:
             self._doomed(doom)
+        for room in step.release:
+            if self._session.sender is not None:
+                guarded(partial(self._session.sender.release, room))
         for request_id in step.starts:
             self._starts(request_id)
         for finish in step.finish:

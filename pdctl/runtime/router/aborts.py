@@ -33,7 +33,13 @@ class Aborter:
     def abort(self, seat: Seat, spec: EngineSpec, room: int) -> None:
         """Ends the room's leg on that replica. Returns at once; does nothing where closing
         the connection was enough or the replica is gone."""
-        order = spec.abort(room)
+        self._order(seat, spec.abort(room), room)
+
+    def release(self, seat: Seat, spec: EngineSpec, room: int) -> None:
+        """Ends what a prefill leg that was answered still holds for the room; as `abort`."""
+        self._order(seat, spec.release(room), room)
+
+    def _order(self, seat: Seat, order: tuple[str, dict[str, Any]] | None, room: int) -> None:
         if order is None or seat.lost.is_set():
             return
         path, body = order

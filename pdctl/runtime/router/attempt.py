@@ -117,6 +117,7 @@ class Attempt:
         self._prefilled = anyio.Event()
         self._failures: list[RequestFailed] = []
         self._gone = False
+        self._served = False
         self._deadline = 0.0
 
     @property
@@ -185,6 +186,7 @@ class Attempt:
             self._gone = True
             tasks.cancel_scope.cancel()
         else:
+            self._served = True
             tasks.cancel_scope.cancel()
 
     async def _relay_events(self, call: EngineCall) -> None:
@@ -211,10 +213,11 @@ class Attempt:
             self._renew()
             if event.kind is Kind.ERROR:
                 raise call.told(event)
+            if event.kind is Kind.DONE:
+                raise call.unanswered()
             held += event.raw
-            if event.kind in (Kind.CONTENT, Kind.DONE):
+            if event.kind is Kind.CONTENT:
                 break
-        call.finished = event.kind is Kind.DONE
         await self._prefill_over()
         await self._delivery.event(bytes(held))
 
@@ -284,6 +287,9 @@ class Attempt:
         for call in self._unfinished():
             if self._room is not None and call.reached:
                 self._aborter.abort(call.seat, call.spec, self._room)
+        handed_over = self._served and self.absorbed is None
+        if not handed_over and self._prefill is not None and self._prefill.finished:
+            self._aborter.release(self._prefill.seat, self._prefill.spec, self._room or 0)
         for call in self._calls:
             call.close()
 

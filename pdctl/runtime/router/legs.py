@@ -170,6 +170,11 @@ class EngineCall:
         """The handoff that it reported as failed; it computed the prompt itself."""
         return self._failure(report.detail, code=report.cause)
 
+    def unanswered(self) -> RequestFailed:
+        """The stream is complete and has no output in it: vLLM's, where a handoff failed."""
+        self.finished = True
+        return self._failure("its stream has no answer in it", code=ENGINE_ERROR)
+
     def told(self, event: Event) -> RequestFailed:
         """The engine put an error into its stream before any output."""
         payload = event.raw.split(b"data:", 1)[-1].strip()

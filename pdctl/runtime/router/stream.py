@@ -22,7 +22,8 @@ class Kind(enum.Enum):
     COMMENT = "comment"
     """Keep-alive: no `data` in it."""
     EMPTY = "empty"
-    """A chunk without any output yet (a role, say); a client's clock must not stop at it."""
+    """A chunk without any output (a role, or the usage at the end); a client's clock must not
+    stop at it."""
     CONTENT = "content"
     ERROR = "error"
     DONE = "done"
@@ -87,7 +88,7 @@ def kind_of(raw: bytes) -> Kind:
     if chunk.get("error"):
         return Kind.ERROR
     choices = chunk.get("choices")
-    if isinstance(choices, list) and choices and not any(_says(c) for c in choices):
+    if isinstance(choices, list) and not any(_says(c) for c in choices):
         return Kind.EMPTY
     return Kind.CONTENT
 

@@ -271,3 +271,12 @@ def test_a_prefill_tells_of_no_decode() -> None:
     assert side.step(schedule(new={"r": ([1, 2], 0)}, scheduled={"r": 100})).load.decoding == []
     side.finished(ended(ask, "FINISHED_LENGTH_CAPPED", 5))
     assert side.step(schedule()).load.decoded == []
+
+
+def test_an_order_in_a_leg_s_place_releases_a_room() -> None:
+    """U2: the request that brings it is an ordinary one."""
+    side, order = half(Role.PREFILL), request(1, params={"pdctl": {"release": 7}})
+    side.arrived(order)
+    assert side.matched(order, 0) == (0, False)
+    assert side.step(schedule()).release == [7]
+    assert side.step(schedule()).release == []

@@ -148,6 +148,9 @@ def test_decode_copies_are_the_clients_own_and_closing_aborts() -> None:
     body = {"prompt": "x", "stream": True, "logprobs": 2}
     assert SPEC.decode_body(body, LEG) == {**body, "kv_transfer_params": PARAMS}
     assert SPEC.abort(7) is None
+    path, body = SPEC.release(7) or ("", {})
+    assert path == "/v1/completions"
+    assert (body["max_tokens"], body["kv_transfer_params"]) == (1, {"pdctl": {"release": 7}})
 
 
 @pytest.mark.parametrize(

@@ -365,3 +365,17 @@ def test_an_end_that_fails_holds_up_no_other(
     p.step(finish=[Finish(request_id=name, first_token=None) for name in ("broken", "r")])
     p.until(lambda: p.session.board.read().handoffs_active == 0)
     assert p.session.board.read().handoffs_cancelled == 1
+
+
+def test_a_released_room_gives_its_pages_back(sides: tuple[Side, Side, Leg]) -> None:
+    """U2: prefill was answered, and no receiver came; others' rooms stay as they are."""
+    p, _, leg = sides
+    p.step(begin=begin(leg, 70))
+    p.until(lambda: p.told(News.RESERVED))
+    p.step(export=[Export(request_id="r", blocks=[1, 2, 3], positions=70)])
+    p.step(finish=[Finish(request_id="r", first_token=3)])
+    p.step(release=[leg.room + 1])
+    assert p.session.board.read().buffer_bytes_used > 0
+    p.step(release=[leg.room])
+    p.until(lambda: p.session.board.read().buffer_bytes_used == 0)
+    assert p.session.board.read().handoffs_cancelled == 1

@@ -16,9 +16,19 @@ from runtime.router.cluster import (
     error_of,
     eventually,
 )
-from runtime.router.fakes import Answer, FakeEngine, fails, says, stalls_then
+from runtime.router.fakes import (
+    DONE,
+    Answer,
+    FakeEngine,
+    fails,
+    says,
+    stalls_then,
+    streams,
+    usage_chunk,
+)
 
 from pdctl.engines.channel import Failed
+from pdctl.engines.mlx.spec import MlxSpec
 from pdctl.topology.model import OnFailure
 
 pytestmark = pytest.mark.anyio
@@ -107,3 +117,44 @@ async def test_a_prompt_computed_again_after_prefill_had_answered_is_told(body: 
         answer = await task
         assert (answer.status, answer.headers["x-pdctl-path"]) == (200, "d0")
         assert 'cause="peer_lost",leg="decode"' in c.router.meter.text().decode()
+
+
+@BODIES
+async def test_what_an_answered_prefill_still_holds_is_released(
+    body: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """U2: decode refuses before it dials; vLLM's prefill would keep its pages to the deadline."""
+    monkeypatch.setattr(MlxSpec, "release", lambda spec, room: ("/pdctl/abort", {"room": room}))
+    async with cluster() as c:
+        c["d0"].on["decode"] = stalls_then(says(400, b'{"error": {"message": "no"}}'))
+        task = asyncio.ensure_future(c.ask(body))
+        await c["d0"].stalled.wait()
+        await eventually(lambda: c["p0"].served > 0 and c["p0"].open == 0)
+        c["d0"].release.set()
+        answer = await task
+        assert answer.status == 400
+        room = int(answer.headers["x-pdctl-room"])
+        await eventually(lambda: c["p0"].aborted == [room])
+
+
+async def test_a_prefill_that_was_handed_over_is_not_released(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """R24: nothing is left to end."""
+    monkeypatch.setattr(MlxSpec, "release", lambda spec, room: ("/pdctl/abort", {"room": room}))
+    async with cluster() as c:
+        assert (await c.ask(CHAT)).status == 200
+        await c.nothing_open()
+        assert c["p0"].aborted == []
+
+
+@pytest.mark.parametrize("before", [(), (usage_chunk(CHAT),)], ids=["done", "usage"])
+async def test_a_stream_with_no_answer_in_it_is_no_success(before: tuple[bytes, ...]) -> None:
+    """R63, U29: vLLM's stream of a request whose handoff failed: 200, perhaps the usage, [DONE]."""
+    async with cluster() as c:
+        empty = streams(*before, DONE)
+        c["d0"].on["decode"] = reports(c, empty, leg="decode", cause="tokens", detail="differ")
+        answer = await c.ask(STREAM)
+        error = error_of(await answer.read())
+        assert (answer.status, error["code"]) == (502, "tokens")
+        assert error["message"] == 'decode replica "d0": differ'

@@ -42,7 +42,7 @@ def test_any_cut_gives_the_same_events(events: list[bytes], draw: st.DataObject)
         (EVENTS[4], Kind.DONE),
         (b"data:[DONE]\n\n", Kind.DONE),
         (b'data: {"error": {"message": "x"}}\n\n', Kind.ERROR),
-        (b'data: {"choices": [], "usage": {}}\n\n', Kind.CONTENT),
+        (b'data: {"choices": [], "usage": {}}\n\n', Kind.EMPTY),
         (b'data: {"choices": [{"delta": {}, "finish_reason": "stop"}]}\n\n', Kind.CONTENT),
         (b'data: {"choices": [{"text": ""}]}\n\n', Kind.EMPTY),
         (b'data: {"choices": [{"delta": {"tool_calls": [{}]}}]}\n\n', Kind.CONTENT),

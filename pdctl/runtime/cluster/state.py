@@ -134,6 +134,8 @@ class StateDir:
         return None
 
     def write_ended(self, record: ClusterRecord) -> None:
+        """Also where no log lies on this machine, and `prune` has taken their folder."""
+        self.make()
         self._host.write(str(self.logs / "ended.json"), msgspec.json.encode(record))
 
     def create_key(self) -> str:

@@ -141,6 +141,14 @@ def test_what_was_taken_down_is_known_until_the_next_launch(tmp_path: Path) -> N
         assert list(state.logs.iterdir()) == []
 
 
+def test_a_cluster_without_a_log_here_is_known_too(tmp_path: Path) -> None:
+    """Everything of it ran elsewhere: the folder of logs is empty, and goes when `up` ends."""
+    with written(tmp_path) as (state, record):
+        state.prune()
+        state.write_ended(record)
+        assert state.read_ended() == record
+
+
 def test_keys_differ_from_one_launch_to_the_next(tmp_path: Path) -> None:
     """The key is generated per cluster at `up`."""
     with written(tmp_path) as (state, _):

@@ -82,7 +82,7 @@ test-engines: $(STAMP) $(VLLM_STAMP) $(SGLANG_STAMP)  ## the suites that drive r
 	$(BIN)/pdctl demo-model
 	$(PYTEST) -n 2 -m "engine and not slow and not ssh" $(APART)
 	$(PYTEST) -m "engine and not slow and not ssh" $(APART:%=--ignore=%)
-	$(VLLM)/bin/python -m pytest tests/engines/vllm/test_cuda_blocks.py
+	$(VLLM)/bin/python -m pytest tests/engines/vllm/test_cuda_blocks.py tests/engines/vllm/test_cuda_layout.py tests/engines/vllm/test_cuda_handoff.py
 	$(SGLANG)/bin/python -m pytest tests/engines/sglang
 
 test-far: $(STAMP)  ## hosts over SSH: real sshds on loopback; skips where there is no sshd

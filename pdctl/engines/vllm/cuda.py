@@ -27,11 +27,13 @@ from pdctl.handoff.schedule import PIECE_BYTES
 from pdctl.handoff.sink import HELD_PIECES
 from pdctl.topology.model import Dtype
 
+FIRST_BYTES = 1 << 20
+"""The first layers of a step leave once they have as many: a slow link is busy from then on."""
 GROUP_BYTES = 4 << 20
 PIECE_PART_BYTES = PIECE_BYTES // 2
-"""Layers leave together until they have so many bytes in all, and in each page: a launch costs the
-worker thread 0.1 ms whatever it copies, and each landing is a sweep of pieces over every page."""
-
+"""Those after them leave together until they have so many bytes in all, and in each page: a launch
+costs the worker thread 0.1 ms whatever it copies, and each landing is a sweep of pieces over every
+page."""
 BATCH_PIECES = HELD_PIECES // 2
 """Copied together on the way in, while as many more are received."""
 
@@ -164,18 +166,25 @@ class CudaBlocks:
         step = self._step
         step.calls.append(landed)
         step.waiting_bytes += step.table.shape[1] * self._layer_token_bytes
-        layers, last = range(step.first, layer + 1), layer + 1 == len(self.layers)
-        small = len(layers) * self._pages.layer_bytes < PIECE_PART_BYTES
-        if (small or step.waiting_bytes < GROUP_BYTES) and not last:
+        layers = range(step.first, layer + 1)
+        if not self._leave(layers, step.waiting_bytes):
             return
         mark = self._side.after_model(
             lambda: self._copies.to_pages(self._bases, step.table, layers)
         )
         self._landings.add(mark, step.calls, step)
         self._last, step.first, step.calls, step.waiting_bytes = mark, layer + 1, [], 0
-        if last:
+        if layers.stop == len(self.layers):
             # the pages are their handoffs' alone once they have landed
             self._step = _Step((), self._bases)
+
+    def _leave(self, layers: range, waiting_bytes: int) -> bool:
+        if layers.stop == len(self.layers):
+            return True
+        if layers.start == 0:
+            return waiting_bytes >= FIRST_BYTES
+        part_bytes = len(layers) * self._pages.layer_bytes
+        return waiting_bytes >= GROUP_BYTES and part_bytes >= PIECE_PART_BYTES
 
     # -- into the blocks
 

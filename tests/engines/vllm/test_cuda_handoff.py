@@ -1,0 +1,142 @@
+"""A handoff into blocks on a GPU, over TCP, whose copies run beside what is received."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from engines.vllm.cuda_engine import ON_GPU, PAGES, Engine
+
+from pdctl.engines.interface import Leg
+from pdctl.handoff import schedule
+from pdctl.handoff.counters import CounterBoard
+from pdctl.handoff.identity import Identity
+from pdctl.handoff.page import Patterns
+from pdctl.handoff.receiver import Inbound, Receiver, Want
+from pdctl.handoff.sender import Outbound, Sender
+from pdctl.handoff.ticket import mint
+
+KEY, DIGEST = bytes(32), "d" * 64
+WAIT_S = 60.0
+
+
+class Late:
+    """A side stream whose work is done as late as it may be: when its mark is waited for, or that
+    of work given after it."""
+
+    def __init__(self) -> None:
+        self.waiting: list[Callable[[], None]] = []
+
+    def after_model(self, work: Callable[[], None]) -> LateMark:
+        return self.run(work)
+
+    def run(self, work: Callable[[], None]) -> LateMark:
+        self.waiting.append(work)
+        return LateMark(self, work)
+
+    def hold_side(self) -> None:
+        return
+
+    def hold_model(self, mark: LateMark) -> None:
+        return
+
+
+class LateMark:
+    def __init__(self, side: Late, work: Callable[[], None]) -> None:
+        self._side, self._work = side, work
+
+    def synchronize(self) -> None:
+        while self._work in self._side.waiting:
+            self._side.waiting.pop(0)()
+
+
+class Sink:
+    """Blocks of a decode replica, filled by a handoff."""
+
+    def __init__(self, engine: Engine, blocks: list[int], tokens: int) -> None:
+        self._engine, self._blocks, self._tokens = engine, blocks, tokens
+        self.error: BaseException | None = None
+
+    def offered(self, tokens: int, deadline: float) -> Want:
+        return Want(tokens=self._tokens)
+
+    def write(self, page: int, first_layer: int, piece: Patterns) -> None:
+        stop = min((page + 1) * 64, self._tokens)
+        self._engine.blocks.write(self._blocks, page * 64, stop, first_layer, piece)
+
+    def commit(self, first_token: int | None) -> None:
+        self._engine.blocks.flush()
+
+    def abort(self, error: BaseException) -> None:
+        self.error = error
+
+
+def test_a_late_copy_still_finds_the_pieces_that_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    """R10: a piece's memory is received into again only once the copy out of it is over, also in
+    the next handoff on the same connection. On a GPU, as late as that is."""
+    monkeypatch.setattr(schedule, "PIECE_BYTES", 1)
+    engine = Engine(size=64, side=Late())
+    tokens, blocks = 5 * 64 + 7, [4, 0, 3, 1, 5, 2]
+    with ends(engine) as (sender, receiver):
+        for turn in range(50 if ON_GPU else 2):
+            outbound, inbound = handed_over(sender, receiver, tokens, Sink(engine, blocks, tokens))
+            sent = outbound.pages()
+            sent[:] = np.random.default_rng(turn).integers(0, 1 << 15, sent.shape)
+            outbound.written(tokens)
+            outbound.finish(0)
+            assert inbound.settled.wait(WAIT_S)
+            assert inbound.error is None
+            assert inbound.received_bytes == sent.nbytes
+            for layer in range(PAGES.layers):
+                wanted = sent[:, layer].transpose(1, 0, 2, 3, 4).reshape(2, -1, 3, 64)[:, :tokens]
+                assert np.array_equal(engine.tokens(layer, blocks)[:, :tokens], wanted)
+
+
+@contextmanager
+def ends(engine: Engine) -> Iterator[tuple[Sender, Receiver]]:
+    def report(room: int, cause: str, detail: str) -> None:
+        raise AssertionError((room, cause, detail))
+
+    memory = engine.blocks.page_memory
+    common: Any = {"timeout_s": WAIT_S, "board": CounterBoard(), "on_failed": report}
+    sender = Sender(
+        Identity("p0", KEY, DIGEST),
+        PAGES,
+        listen=("127.0.0.1", 0),
+        budget_bytes=64 * PAGES.page_bytes,
+        memory=memory,
+        **common,
+    )
+    receiver = Receiver(Identity("d0", KEY, DIGEST), PAGES, memory=memory, **common)
+    sender.port = sender.start()
+    yield sender, receiver
+    receiver.close()
+    sender.close()
+    engine.blocks.close()
+
+
+def handed_over(
+    sender: Sender, receiver: Receiver, tokens: int, sink: Sink
+) -> tuple[Outbound, Inbound]:
+    room = secrets.randbits(62)
+    leg = Leg(
+        room=room,
+        ticket=mint(KEY, room, "p0", "d0", DIGEST, time.time() + WAIT_S),
+        prefill="p0",
+        decode="d0",
+        sender=f"127.0.0.1:{sender.port}",
+        timeout_s=WAIT_S,
+    )
+    outbound = sender.admit(
+        leg, range(tokens), on_reserved=lambda _: None, on_settled=lambda _: None
+    )
+    return outbound, receiver.fetch(leg, range(tokens), sink)

@@ -19,8 +19,10 @@ ENVIRONMENTS := $(PINNED_STAMP) $(VLLM_STAMP) $(SGLANG_STAMP) $(VLLM_NEWEST_STAM
 PIP := -m pip --disable-pip-version-check --quiet
 PYTEST := $(BIN)/python -m pytest --durations=10 --durations-min=1
 
-# Each of their tests has a cluster of its own, which mostly waits: two run at once.
-APART := tests/cli tests/runtime
+# Clusters mostly start and wait: two modules' run at once. vLLM and SGLang want a core for each
+# replica, and the machine to themselves.
+TWO_AT_ONCE := -n 2 --dist loadscope
+ALONE = $(wildcard tests/*/test_vllm_*.py tests/*/test_sglang_*.py tests/engine/test_held_bits.py)
 
 # An environment has up to 20,000 modules, and what runs in it imports 3,000: those are compiled
 # when they are first imported, and stay so.
@@ -73,21 +75,20 @@ demo: $(STAMP)  ## a real model answers through a prefill and a decode replica
 
 test: $(STAMP)  ## the quick tests and the checks: no GPU, no network, no engine
 	$(MAKE) --no-print-directory check
-	$(PYTEST) -n 2 -m "not engine and not ssh and not gpu"
+	$(PYTEST) $(TWO_AT_ONCE) -m "not engine and not ssh and not gpu"
 
 cases: $(STAMP)  ## which numbered cases have a test, and which have none
 	$(BIN)/python tests/cases.py
 
 test-engines: $(STAMP) $(VLLM_STAMP) $(SGLANG_STAMP)  ## the suites that drive real engines
 	$(BIN)/pdctl demo-model
-	$(PYTEST) -n 2 -m "engine and not slow and not ssh" $(APART)
-	$(PYTEST) -m "engine and not slow and not ssh" $(APART:%=--ignore=%)
-	$(VLLM)/bin/python -m pytest tests/engines/vllm/test_cuda_blocks.py tests/engines/vllm/test_cuda_layout.py tests/engines/vllm/test_cuda_handoff.py
+	$(PYTEST) $(TWO_AT_ONCE) -m "engine and not slow and not ssh" $(ALONE:%=--ignore=%)
+	$(PYTEST) -m "engine and not slow and not ssh" $(ALONE)
+	$(VLLM)/bin/python -m pytest tests/engines/vllm/test_cuda_*.py
 	$(SGLANG)/bin/python -m pytest tests/engines/sglang
 
 test-far: $(STAMP)  ## hosts over SSH: real sshds on loopback; skips where there is no sshd
-	$(PYTEST) -n 2 -m "ssh and not slow" $(APART)
-	$(PYTEST) -m "ssh and not slow" $(APART:%=--ignore=%)
+	$(PYTEST) $(TWO_AT_ONCE) -m "ssh and not slow"
 
 test-vllm: $(STAMP) $(VLLM_STAMP)  ## of those, the ones about vLLM
 	$(PYTEST) -m "engine and not slow" tests/engine/test_vllm_*.py tests/e2e/test_vllm_*.py
@@ -102,7 +103,7 @@ test-soak: $(STAMP)  ## two minutes of 16 clients, then 200 cancelled requests
 	$(PYTEST) -m "engine and slow" -s tests/e2e/test_soak.py
 
 test-pinned: $(STAMP) $(PINNED_STAMP)  ## MLX's suites on the oldest supported mlx-lm
-	PDCTL_TEST_MLX_PYTHON=$(CURDIR)/$(PINNED)/bin/python $(PYTEST) -m engine -k "not float16" tests/engine/test_mlx_*.py
+	PDCTL_TEST_MLX_PYTHON=$(CURDIR)/$(PINNED)/bin/python $(PYTEST) $(TWO_AT_ONCE) -m engine -k "not float16" tests/engine/test_mlx_*.py
 
 check: $(STAMP)  ## lint, format, types, layers, spelling
 	$(BIN)/ruff check .

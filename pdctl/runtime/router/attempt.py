@@ -195,6 +195,8 @@ class Attempt:
             event = await call.event()
             if event is None:
                 raise call.truncated()
+            if event.kind is Kind.ERROR:
+                raise call.told(event)
             self._renew()
             call.finished = event.kind is Kind.DONE
             await self._delivery.event(event.raw)

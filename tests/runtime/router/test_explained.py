@@ -20,6 +20,7 @@ from runtime.router.fakes import (
     DONE,
     Answer,
     FakeEngine,
+    chunk_of,
     fails,
     says,
     stalls_then,
@@ -158,3 +159,14 @@ async def test_a_stream_with_no_answer_in_it_is_no_success(before: tuple[bytes, 
         error = error_of(await answer.read())
         assert (answer.status, error["code"]) == (502, "tokens")
         assert error["message"] == 'decode replica "d0": differ'
+
+
+async def test_an_error_in_mid_stream_is_the_last_event() -> None:
+    """R63: vLLM sends [DONE] after its error; the client is told the leg, and no [DONE]."""
+    wrong = b'data: {"error": {"message": "the engine broke", "code": 500}}\n\n'
+    async with cluster() as c:
+        c["d0"].on["decode"] = streams(chunk_of(CHAT, "a"), wrong, DONE)
+        answer = await c.ask(STREAM)
+        *_, last = (await answer.read()).strip().split(b"\n\n")
+        error = error_of(last.removeprefix(b"data: "))
+        assert error["message"] == 'decode replica "d0": the engine broke'

@@ -46,7 +46,10 @@ MAY_POLL = {
 }
 
 
-ENGINES_OWN = {endpoints.READY: "engines/sglang/joining.py"}
+ENGINES_OWN = {
+    endpoints.READY: "engines/sglang/joining.py",
+    endpoints.COMPLETIONS: "engines/vllm/spec.py",
+}
 """Paths of the router's that an engine's own server has too, and where that one is spelt."""
 
 

@@ -21,141 +21,57 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
-import subprocess
+import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+from gpu_cluster import PACED, PACED_BYTES_PER_S, cluster, topology
 from gpu_engines import Engines, Server, free_port
 from gpu_loopback import rates
-from gpu_report import Cell, report_of, write
+from gpu_report import Cell, Cells, report_of, write
 from gpu_ways import Direct, Nixl, Routed, Way
 
 from pdctl.runtime.bench.columns import columns
 from pdctl.runtime.bench.prompts import PromptSource
-from pdctl.runtime.bench.target import Target, running
+from pdctl.runtime.bench.target import Target
 from pdctl.topology.model import PAGE_TOKENS, Engine
 
-PDCTL = [sys.executable, "-c", "from pdctl.cli.app import main; main()"]
-PACED = "vq"
-PACED_BYTES_PER_S = 117_000_000
-"""A saturated gigabit link."""
-UP_S = 420
-ALONE = {"v": "vllm", "m": "mlx"}
-"""The way that measures an engine alone, by the first letter of a replica's name."""
-
-
-def topology(name: str, engines: Engines, direct_port: int, *, paced: bool) -> str:
-    """Both engines in both roles; one more prefill replica, paced, where that is asked for."""
-    head = f"""schema = 1
-name = "{name}"
-[model]
-name = "{engines.model.name}"
-dtype = "float16"
-context_length = {engines.context_length}
-[handoff]
-buffer_bytes = "1GiB"
-timeout_s = 120.0
-[router]
-bind = "127.0.0.1:{free_port()}"
-[hosts.local]
-"""
-    pacing = {"PDCTL_PACING_BYTES_PER_S": str(PACED_BYTES_PER_S)}
-    replicas = [
-        _replica(engines, "vp", "vllm", "prefill", f"http_port = {direct_port}\n"),
-        _replica(engines, "vd", "vllm", "decode"),
-        _replica(engines, "mp", "mlx", "prefill"),
-        _replica(engines, "md", "mlx", "decode"),
-    ]
-    if paced:
-        replicas.append(_replica(engines, PACED, "vllm", "prefill", env=pacing))
-    return head + "".join(replicas)
-
-
-def _replica(
-    engines: Engines,
-    name: str,
-    engine: str,
-    role: str,
-    more: str = "",
-    env: dict[str, str] | None = None,
-) -> str:
-    is_vllm = engine == "vllm"
-    python = engines.vllm_python if is_vllm else engines.mlx_python
-    own = engines.vllm_env if is_vllm else engines.mlx_env
-    options = engines.vllm_options if is_vllm else {}
-    return f"""[[replicas]]
-name = "{name}"
-engine = "{engine}"
-role = "{role}"
-model = "{engines.model}"
-python = "{python}"
-compute_dtype = "{engines.compute_dtype}"
-env = {_table({**own, **(env or {})})}
-engine_config = {_table(options)}
-{more}"""
-
-
-def _table(values: dict[str, Any]) -> str:
-    return "{ " + ", ".join(f"{key} = {json.dumps(value)}" for key, value in values.items()) + " }"
-
-
-@contextmanager
-def cluster(name: str, text: str, folder: Path) -> Iterator[Target]:
-    """A running cluster of that topology; its logs are kept in `folder`."""
-    path = folder / f"{name}.toml"
-    path.write_text(text)
-    state = Path(os.environ["XDG_STATE_HOME"]) / "pdctl" / name / "logs"
-    try:
-        subprocess.run(
-            [*PDCTL, "up", str(path), "--detach", "--wait-timeout", str(UP_S)], check=True
-        )
-        yield running(str(path))
-    finally:
-        for log in state.glob("*.log"):
-            (folder / f"{name}-{log.name}").write_bytes(log.read_bytes())
-        subprocess.run([*PDCTL, "down", str(path)], check=False)
+NOT_ASKED_FOR = ("mp>md", f"{PACED}>vd")
 
 
 def routed(target: Target) -> list[Routed]:
-    """Every path of the cluster; those that stand alone give the pairs their decode step."""
-    return [
-        Routed(
-            target,
-            column,
-            prefill=ALONE[column.prefill[0]] if column.prefill else None,
-            step=column.decode if column.is_pair else None,
-        )
-        for column in columns(target.plan)
-        if column.path not in ("mp>md", f"{PACED}>vd")
-    ]
+    """The paths of the cluster; those that stand alone give the pairs their decode step."""
+    return [Routed(target, c) for c in columns(target.plan) if c.path not in NOT_ASKED_FOR]
 
 
 async def sweep(
-    ways: Sequence[Way], prompts: PromptSource, lengths: Sequence[int], rounds: int, warm_ups: int
-) -> dict[int, dict[str, Cell]]:
-    """Cells by prompt length and way."""
-    cells: dict[int, dict[str, Cell]] = {}
+    ways: Sequence[Way],
+    prompts: PromptSource,
+    lengths: Sequence[int],
+    rounds: int,
+    warm_ups: int,
+    cells: Cells,
+) -> None:
+    """Adds to the cells by prompt length and way."""
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         for tokens in lengths:
-            row = cells.setdefault(tokens, {way.name: Cell() for way in ways})
+            row = cells.setdefault(tokens, {})
             for turn in range(warm_ups + rounds):
                 key = f"{turn}/{time.monotonic_ns()}"
                 prompt = prompts.prompt(tokens, key)
                 for way in ways:
                     taken = await way.take(session, prompt, key)
                     if turn >= warm_ups or not taken.sample.ok:
-                        row[way.name].add(taken)
+                        row.setdefault(way.name, Cell()).add(taken)
             said = {name: cell.summary().get("ttft_ms") for name, cell in row.items()}
             print(f"{tokens} tokens: {said}", flush=True)
-    return cells
 
 
 class Run:
@@ -164,44 +80,51 @@ class Run:
     def __init__(self, options: argparse.Namespace, engines: Engines, folder: Path) -> None:
         self._options, self._engines, self._folder = options, engines, folder
         self._prompts = PromptSource.of_checkpoint(engines.model, seed=0)
+        self._page_bytes = 0
+        self.cells: Cells = {}
+        self.idle: Cells = {}
 
-    def measured(self) -> dict[str, Any]:
+    def measure(self) -> None:
         options, engines = self._options, self._engines
         with ExitStack() as stack:
-            plain = stack.enter_context(engines.vllm("vllm"))
-            alone = [Direct.of(plain, Engine.VLLM)]
-            servers = [plain]
+            servers = [stack.enter_context(engines.vllm("vllm"))]
+            alone = [Direct.of(servers[0], Engine.VLLM)]
             if not options.no_mlx_alone:
                 servers.append(stack.enter_context(engines.mlx("mlx")))
-                alone.append(Direct.of(servers[-1], Engine.MLX))
+                alone.append(Direct.of(servers[1], Engine.MLX))
             with ExitStack() as inner:
                 beside = self._nixl(inner) if options.nixl == "beside" else []
                 name, port = f"gpu-{os.getpid()}", free_port()
                 text = topology(name, engines, port, paced=not options.no_paced)
                 target = inner.enter_context(cluster(name, text, self._folder))
+                self._page_bytes = target.plan.page_bytes or 0
                 idle = Direct("vp idle", Engine.VLLM, f"http://127.0.0.1:{port}", target.plan.model)
                 wait(*servers, *(end for pair in beside for end in pair.ends))
-                ways = [*alone, idle, *routed(target), *beside]
-                cells = self._sweep(ways, options.rounds, options.warm_ups)
-                by_turns = self._sweep([alone[0], idle], options.idle_rounds, 2)
+                self._sweep([*alone, idle, *routed(target), *beside], self.cells)
+                self._sweep([alone[0], idle], self.idle, options.idle_rounds)
             if options.nixl == "after":
-                after = self._sweep(
-                    [alone[0], *self._nixl(stack, ready=True)], options.rounds, options.warm_ups
-                )
-                cells = {tokens: {**after[tokens], **row} for tokens, row in cells.items()}
-        page_bytes = target.plan.page_bytes or 0
-        sizes = {n: -(-(n - 1) // PAGE_TOKENS) * page_bytes for n in options.lengths}
-        copied = rates(sorted(set(sizes.values())))
-        return report_of(cells, by_turns, sizes, copied, paced=(PACED, PACED_BYTES_PER_S))
+                self._sweep(self._nixl(stack, ready=True), self.cells)
 
-    def _sweep(self, ways: Sequence[Way], rounds: int, warm_ups: int) -> dict[int, dict[str, Cell]]:
-        return asyncio.run(sweep(ways, self._prompts, self._options.lengths, rounds, warm_ups))
+    def report(self) -> dict[str, Any]:
+        """Of what has been measured so far."""
+        sizes = {n: -(-(n - 1) // PAGE_TOKENS) * self._page_bytes for n in self.cells}
+        copied = rates(sorted(set(sizes.values())))
+        return report_of(self.cells, self.idle, sizes, copied, paced=(PACED, PACED_BYTES_PER_S))
+
+    def _sweep(self, ways: Sequence[Way], cells: Cells, rounds: int | None = None) -> None:
+        options = self._options
+        asyncio.run(
+            sweep(
+                *(ways, self._prompts, options.lengths),
+                *(rounds or options.rounds, options.warm_ups, cells),
+            )
+        )
 
     def _nixl(self, stack: ExitStack, *, ready: bool = False) -> list[Nixl]:
         ends = [stack.enter_context(self._engines.vllm_nixl(n)) for n in ("nixl p", "nixl d")]
         if ready:
             wait(*ends)
-        return [Nixl(ends[0], ends[1], prefill="vllm", step="vd")]
+        return [Nixl(*ends)]
 
 
 def wait(*servers: Server) -> None:
@@ -266,15 +189,25 @@ def parsed() -> argparse.Namespace:
 
 def main() -> int:
     options = parsed()
+    # what was started is stopped, and what was measured is written, however it ends
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with tempfile.TemporaryDirectory() as scratch:
         os.environ.setdefault("XDG_STATE_HOME", scratch)
         logs = options.logs or Path(scratch)
         logs.mkdir(parents=True, exist_ok=True)
-        measured = Run(options, engines_of(options, logs), logs).measured()
+        run = Run(options, engines_of(options, logs), logs)
+        try:
+            run.measure()
+        finally:
+            if run.cells:
+                _write(options, run.report())
+    return 0
+
+
+def _write(options: argparse.Namespace, measured: dict[str, Any]) -> None:
     setting = {key: str(value) for key, value in vars(options).items()}
     for path in write(options.output, options.checkpoint.name, __doc__ or "", setting, measured):
         print(path)
-    return 0
 
 
 if __name__ == "__main__":

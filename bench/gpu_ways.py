@@ -30,19 +30,13 @@ class Taken(NamedTuple):
 
 class Way(Protocol):
     name: str
-    prefill: str | None
-    """The way that measures its prefill alone: the same engine without any connector."""
-    step: str | None
-    """The way whose decode step it pays after its import."""
+    """Of a pair: "P>D"."""
 
     async def take(self, session: aiohttp.ClientSession, prompt: Prompt, key: str) -> Taken: ...
 
 
 class Direct:
     """Straight to one engine's HTTP server."""
-
-    prefill: str | None = None
-    step: str | None = None
 
     def __init__(self, name: str, engine: Engine, url: str, model: str) -> None:
         self.name, self._url, self._model = name, url, model
@@ -61,15 +55,12 @@ class Direct:
 class Routed:
     """Through a running cluster's router, on one path."""
 
-    def __init__(
-        self, target: Target, column: Column, *, prefill: str | None = None, step: str | None = None
-    ) -> None:
+    def __init__(self, target: Target, column: Column) -> None:
         self.name = column.path
-        self.prefill, self.step = prefill, step
-        self.column, self._target = column, target
+        self._column, self._target = column, target
 
     async def take(self, session: aiohttp.ClientSession, prompt: Prompt, key: str) -> Taken:
-        target, column = self._target, self.column
+        target, column = self._target, self._column
         client = Client(session, target.url, timeout_s=TIMEOUT_S, headers=target.headers)
         body = request_body(
             target.plan.model, column, prompt, OUTPUT_TOKENS, f"{key}/{column.path}"
@@ -82,10 +73,8 @@ class Routed:
 class Nixl:
     """vLLM's own handoff: the client asks one engine after the other, as its proxies do."""
 
-    def __init__(self, sender: Server, receiver: Server, *, prefill: str, step: str) -> None:
+    def __init__(self, sender: Server, receiver: Server) -> None:
         self.name = f"{sender.name}>{receiver.name}"
-        self.prefill: str | None = prefill
-        self.step: str | None = step
         self._sender, self._receiver = self.ends = (sender, receiver)
         self._column = Column(path=self.name, engines=(Engine.VLLM,), decode=receiver.name)
 

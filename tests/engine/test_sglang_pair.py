@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from agreement import Agreement
 from engine.sglang_pairs import CHUNK_TOKENS, LENGTHS, Fleet, check_text
 from engine.vllm_pairs import CHAT, COMPLETIONS, alone, check_at_rest, completion
 from engines.replicas import Process, contract_of, text_of
@@ -48,11 +49,11 @@ def fleet(folder: Path, llama_dir: Path) -> Iterator[Fleet]:
 @pytest.mark.parametrize("tokens", LENGTHS)
 @pytest.mark.parametrize("name", PAIRS)
 def test_text_through_a_pair_equals_text_of_one(
-    fleet: Fleet, name: str, tokens: int, path: str
+    fleet: Fleet, name: str, tokens: int, path: str, agreement: Agreement
 ) -> None:
     """R25, R31, U8: at every length around a page's end and beyond a chunk, streamed and not; all
     n positions and the first token travel to SGLang, n - 1 positions to MLX."""
-    check_text(fleet, name, tokens, path)
+    check_text(fleet, name, tokens, path, agreement)
 
 
 @pytest.mark.parametrize("name", ["sglang>sglang", "mlx>sglang"])

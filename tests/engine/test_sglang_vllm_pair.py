@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from agreement import Agreement
 from engine.sglang_pairs import CHUNK_TOKENS, LENGTHS, Fleet, check_text
 from engine.vllm_pairs import CHAT, COMPLETIONS
 from engines.replicas import contract_of
@@ -45,7 +46,7 @@ def fleet(folder: Path, llama_dir: Path) -> Iterator[Fleet]:
 @pytest.mark.parametrize("tokens", LENGTHS)
 @pytest.mark.parametrize("name", ["sglang>vllm", "vllm>sglang"])
 def test_text_through_a_pair_equals_text_of_one(
-    fleet: Fleet, name: str, tokens: int, path: str
+    fleet: Fleet, name: str, tokens: int, path: str, agreement: Agreement
 ) -> None:
     """R25, R31, U13: as with any other pair."""
-    check_text(fleet, name, tokens, path)
+    check_text(fleet, name, tokens, path, agreement)

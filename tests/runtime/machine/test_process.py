@@ -60,6 +60,7 @@ def start(tmp_path: Path, run: str) -> Iterator[Start]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(mark.pid, signal.SIGKILL)
     for child in children:
+        child.kill()
         child.wait(10)
 
 

@@ -22,14 +22,15 @@ PYTEST := $(BIN)/python -m pytest --durations=10 --durations-min=1
 # Clusters mostly start and wait: two modules' run at once. vLLM and SGLang want a core for each
 # replica, and the machine to themselves.
 TWO_AT_ONCE := -n 2 --dist loadscope
-ALONE = $(wildcard tests/*/test_vllm_*.py tests/*/test_sglang_*.py tests/engine/test_held_bits.py)
+VLLM_TESTS = $(wildcard tests/*/test_vllm_*.py) tests/engine/test_held_bits.py
+SGLANG_TESTS = $(wildcard tests/*/test_sglang_*.py)
 
 # An environment has up to 20,000 modules, and what runs in it imports 3,000: those are compiled
 # when they are first imported, and stay so.
 PIP_INSTALL := $(PIP) install --no-compile
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test cases environments test-engines test-far test-soak test-pinned test-newest venv-vllm test-vllm venv-sglang test-sglang check format bench clean help
+.PHONY: demo test cases environments test-engines test-mlx test-far test-soak test-pinned test-newest venv-vllm test-vllm venv-sglang test-sglang check format bench clean help
 
 help:  ## what each target does
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /	/' | expand -t 16
@@ -80,21 +81,23 @@ test: $(STAMP)  ## the quick tests and the checks: no GPU, no network, no engine
 cases: $(STAMP)  ## which numbered cases have a test, and which have none
 	$(BIN)/python tests/cases.py
 
-test-engines: $(STAMP) $(VLLM_STAMP) $(SGLANG_STAMP)  ## the suites that drive real engines
+test-engines: test-mlx test-vllm test-sglang  ## the suites that drive real engines; they make their environments
+
+test-mlx: $(STAMP)  ## of those, MLX's, and whole clusters
 	$(BIN)/pdctl demo-model
-	$(PYTEST) $(TWO_AT_ONCE) -m "engine and not slow and not ssh" $(ALONE:%=--ignore=%)
-	$(PYTEST) -m "engine and not slow and not ssh" $(ALONE)
+	$(PYTEST) $(TWO_AT_ONCE) -m "engine and not slow and not ssh" $(patsubst %,--ignore=%,$(VLLM_TESTS) $(SGLANG_TESTS))
+
+test-vllm: $(STAMP) $(VLLM_STAMP)  ## of those, vLLM's, alone and with MLX
+	$(BIN)/pdctl demo-model
+	$(PYTEST) -m "engine and not slow" $(VLLM_TESTS)
 	$(VLLM)/bin/python -m pytest tests/engines/vllm/test_cuda_*.py
+
+test-sglang: $(STAMP) $(VLLM_STAMP) $(SGLANG_STAMP)  ## of those, SGLang's, alone and with the others
+	$(PYTEST) -m "engine and not slow" $(SGLANG_TESTS)
 	$(SGLANG)/bin/python -m pytest tests/engines/sglang
 
 test-far: $(STAMP)  ## hosts over SSH: real sshds on loopback; skips where there is no sshd
 	$(PYTEST) $(TWO_AT_ONCE) -m "ssh and not slow"
-
-test-vllm: $(STAMP) $(VLLM_STAMP)  ## of those, the ones about vLLM
-	$(PYTEST) -m "engine and not slow" tests/engine/test_vllm_*.py tests/e2e/test_vllm_*.py
-
-test-sglang: $(STAMP) $(VLLM_STAMP) $(SGLANG_STAMP)  ## of those, the ones about SGLang
-	$(PYTEST) -m "engine and not slow" tests/engine/test_sglang_*.py tests/e2e/test_sglang_*.py
 
 test-newest: $(STAMP) $(VLLM_NEWEST_STAMP)  ## text through pairs with the newest supported vLLM
 	PDCTL_TEST_VLLM_PYTHON=$(CURDIR)/$(VLLM_NEWEST)/bin/python $(PYTEST) -m engine tests/engine/test_vllm_pair.py

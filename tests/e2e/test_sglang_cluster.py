@@ -14,7 +14,7 @@ from e2e.cluster import ENGINE_PYTHON, Cluster, engine_env, topology_text
 from engines.sglang_replicas import CPU_ENV, OPTIONS, PYTHON, needs_sglang
 from tiny import digits, make_checkpoint
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, needs_sglang]
+pytestmark = [pytest.mark.engine, needs_sglang]
 
 PAIRS = ("sp>sd", "sp>md", "mp>sd")
 
@@ -93,6 +93,7 @@ def test_half_of_sglang_answers_nothing_alone(cluster: Cluster) -> None:
     assert "sp>sd" in answer.json()["error"]["message"]
 
 
+@pytest.mark.slow
 def test_a_scheduler_that_is_killed_comes_back_and_serves(cluster: Cluster) -> None:
     """R61, U14: the process that owns the KV memory; its replica is started again and takes
     traffic after its canary."""

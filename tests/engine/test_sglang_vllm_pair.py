@@ -16,7 +16,7 @@ from engines.vllm_replicas import VllmProcess, needs_vllm
 
 from pdctl.topology.model import Role
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, needs_sglang, needs_vllm]
+pytestmark = [pytest.mark.engine, needs_sglang, needs_vllm]
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,7 @@ SGLANG_TESTS = $(wildcard tests/*/test_sglang_*.py)
 PIP_INSTALL := $(PIP) install --no-compile
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test cases environments test-engines test-mlx test-far test-soak test-pinned test-newest venv-vllm test-vllm venv-sglang test-sglang check format bench clean help
+.PHONY: demo test cases environments test-engines test-mlx test-far test-soak test-pinned test-newest venv-vllm test-vllm venv-sglang test-sglang check format bench fidelity clean help
 
 help:  ## what each target does
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /	/' | expand -t 16
@@ -123,6 +123,9 @@ bench: $(STAMP)  ## the measured claims: data plane, router, handoff (writes ben
 	$(BIN)/python bench/data_plane.py
 	$(BIN)/python bench/router_ttft.py
 	$(BIN)/python bench/handoff_fixed_cost.py
+
+fidelity: $(STAMP) $(VLLM_STAMP)  ## the KV that prefill replicas send, beside transformers' own
+	$(BIN)/python bench/fidelity.py
 
 clean:  ## what the targets made; models and results stay
 	rm -rf $(VENV) $(dir $(ENVIRONMENTS)) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

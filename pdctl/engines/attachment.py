@@ -40,6 +40,8 @@ from pdctl.handoff.counters import Counters
 
 log = logging.getLogger("pdctl.engines")
 
+ATTACH_TIMEOUT_S = 20.0
+"""How long an engine's process waits for its assignment."""
 KEPT_FAILURES = 256
 FAILED_TIMEOUT_S = 0.5
 """Far below the silence after which a peer of a handoff is taken for dead."""

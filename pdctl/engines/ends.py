@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from pdctl.engines.channel import Assignment, Failed
@@ -25,6 +25,28 @@ class Ends(NamedTuple):
 
     sender: Sender | None = None
     receiver: Receiver | None = None
+
+    def listen(self) -> int | None:
+        """The data port that now listens; None where this role does not send.
+
+        Raises:
+            PeerLost: it can't be listened on.
+        """
+        return self.sender.start() if self.sender is not None else None
+
+    def close(self) -> None:
+        """Bounded."""
+        close_each(end.close for end in self if end is not None)
+
+
+def close_each(steps: Iterable[Callable[[], object]]) -> None:
+    """Takes every step of a clean-up; one that fails is logged and skips none of the next."""
+    for step in steps:
+        try:
+            step()
+        # clean-up goes on; the process ends in any case
+        except Exception:
+            log.exception("a clean-up step failed")
 
 
 def open_ends(

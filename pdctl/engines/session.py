@@ -16,19 +16,19 @@ from typing import Any
 
 import msgspec
 
-from pdctl.engines.attachment import Attachment
-from pdctl.engines.channel import Assignment, Effective, Failed, Ready
-from pdctl.engines.ends import open_ends
+from pdctl.engines.attachment import ATTACH_TIMEOUT_S, Attachment
+from pdctl.engines.channel import Assignment, Failed, Ready
+from pdctl.engines.ends import Ends, close_each, open_ends
+from pdctl.engines.readiness import effective_of, terms_of
 from pdctl.handoff.arena import Bytes
 from pdctl.handoff.counters import CounterBoard, Counters
 from pdctl.handoff.receiver import Receiver
 from pdctl.handoff.sender import Sender
-from pdctl.topology.contract import Attention, Positions
+from pdctl.topology.contract import Attention
 from pdctl.topology.model import ComputeDtype, Engine
 
 log = logging.getLogger("pdctl.engines")
 
-ATTACH_TIMEOUT_S = 20.0
 HTTP_POLL_S = 0.1
 HTTP_TIMEOUT_S = 5.0
 
@@ -65,8 +65,7 @@ class Session:
         counters: Callable[[], Counters] | None = None,
     ) -> None:
         self.board = CounterBoard()
-        self.sender: Sender | None = None
-        self.receiver: Receiver | None = None
+        self._ends = Ends()
         self._environment = environment
         self._http_port = http_port
         self._engine = engine
@@ -76,6 +75,14 @@ class Session:
         )
         self._assigned: Assignment | None = None
         self._closed = threading.Event()
+
+    @property
+    def sender(self) -> Sender | None:
+        return self._ends.sender
+
+    @property
+    def receiver(self) -> Receiver | None:
+        return self._ends.receiver
 
     @property
     def assigned(self) -> Assignment:
@@ -100,8 +107,8 @@ class Session:
         Raises:
             PeerLost: the data port can't be listened on.
         """
-        data_port = self._open_end(memory)
-        ready = self._ready(loaded, data_port)
+        self._ends = open_ends(self.assigned, self.board, self.report, self._environment, memory)
+        ready = self._ready(loaded, self._ends.listen())
         threading.Thread(
             target=self._announce, args=(ready,), name="pdctl-announce", daemon=True
         ).start()
@@ -112,40 +119,19 @@ class Session:
     def close(self) -> None:
         """Bounded; a failing step skips none of the next."""
         self._closed.set()
-        ends = [end.close for end in (self.sender, self.receiver) if end is not None]
-        for step in (*ends, self._attachment.close):
-            try:
-                step()
-            # clean-up goes on; the process ends in any case
-            except Exception:
-                log.exception("a clean-up step failed")
-
-    def _open_end(self, memory: Callable[[int], Bytes] | None) -> int | None:
-        """The data port that now listens; None where this role does not send."""
-        self.sender, self.receiver = open_ends(
-            self.assigned, self.board, self.report, self._environment, memory
-        )
-        return self.sender.start() if self.sender is not None else None
+        close_each((self._ends.close, self._attachment.close))
 
     def _ready(self, loaded: Loaded, data_port: int | None) -> Ready:
         contract = self.assigned.contract
-        known = msgspec.to_builtins(contract.positions)
-        told = {k: v for k, v in loaded.positions.items() if v is not None or k == "scaling"}
         return Ready(
             engine=self._engine,
             engine_version=loaded.engine_version,
-            effective=Effective(
-                attention=loaded.attention,
-                positions=msgspec.convert({**known, **told}, Positions),
-                compute_dtype=loaded.compute_dtype,
+            effective=effective_of(
+                contract, loaded.attention, loaded.positions, loaded.compute_dtype
             ),
             http_port=self._http_port,
             data_port=data_port,
-            terms={
-                "page_tokens": contract.page_tokens,
-                "block_tokens": loaded.block_tokens,
-                "transports": ["tcp"],
-            },
+            terms=terms_of(contract, block_tokens=loaded.block_tokens),
         )
 
     def _announce(self, ready: Ready) -> None:

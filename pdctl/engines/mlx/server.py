@@ -19,23 +19,21 @@ from typing import Any
 import mlx_lm.server as library
 import msgspec
 
-from pdctl.engines.attachment import Attachment
-from pdctl.engines.channel import Assignment, Effective, Ready
-from pdctl.engines.ends import open_ends
+from pdctl.engines.attachment import ATTACH_TIMEOUT_S, Attachment
+from pdctl.engines.channel import Ready
+from pdctl.engines.ends import Ends, close_each, open_ends
 from pdctl.engines.mlx.admission import Admission
 from pdctl.engines.mlx.effective import read_attention, read_positions
 from pdctl.engines.mlx.http import Server
 from pdctl.engines.mlx.loop import EngineLoop
+from pdctl.engines.readiness import effective_of, terms_of
 from pdctl.errors import HandoffCancelled, LaunchError, PdctlError
 from pdctl.handoff.counters import CounterBoard
-from pdctl.handoff.receiver import Receiver
-from pdctl.handoff.sender import Sender
-from pdctl.topology.contract import Attention, Positions
+from pdctl.topology.contract import Attention
 from pdctl.topology.model import Engine
 
 log = logging.getLogger("pdctl.engines.mlx")
 
-ATTACH_TIMEOUT_S = 20.0
 STOP_WITHIN_S = 4.5
 THREAD_SWITCH_S = 0.0005
 """The loop holds the interpreter while it builds a forward's graph (10 ms at 30 layers); at
@@ -54,8 +52,7 @@ class Replica:
         self._attachment = Attachment.from_environment(
             os.environ, counters=self._board.read, superseded=lambda: _leave(1)
         )
-        self._sender: Sender | None = None
-        self._receiver: Receiver | None = None
+        self._ends = Ends()
         self._engine: EngineLoop | None = None
 
     def attach(self) -> None:
@@ -76,14 +73,15 @@ class Replica:
         )
         # the loop either loads or ends the process
         engine.loaded.wait()
-        data_port = self._start_handoff(assigned)
+        self._ends = open_ends(assigned, self._board, self._attachment.failed, os.environ)
+        data_port = self._ends.listen()
         admission = Admission(
             engine,
             replica=assigned.replica,
             role=assigned.role,
             on_failure=assigned.handoff.on_failure,
-            sender=self._sender,
-            receiver=self._receiver,
+            sender=self._ends.sender,
+            receiver=self._ends.receiver,
         )
         with Server(host, port, engine, admission) as server:
             self._attachment.ready(self._ready(engine, server.server_address[1], data_port))
@@ -93,48 +91,27 @@ class Replica:
     def stop(self) -> None:
         """Ends what runs, then every resource; a failing step skips none of the next."""
         threading.Timer(STOP_WITHIN_S, _leave, (1,)).start()
-        steps = [self._attachment.close]
-        if self._engine is not None:
-            engine = self._engine
-            steps = [
-                lambda: engine.end_all(HandoffCancelled("the replica is stopping")),
-                *(end.close for end in (self._sender, self._receiver) if end is not None),
-                self._attachment.close,
-            ]
-        for step in steps:
-            try:
-                step()
-            # clean-up goes on; the process ends in any case
-            except Exception:
-                log.exception("a clean-up step failed")
+        close_each((self._end_calls, self._ends.close, self._attachment.close))
         _leave(0)
 
-    def _start_handoff(self, assigned: Assignment) -> int | None:
-        """The data port that now listens; None where this role does not send."""
-        self._sender, self._receiver = open_ends(
-            assigned, self._board, self._attachment.failed, os.environ
-        )
-        return self._sender.start() if self._sender is not None else None
+    def _end_calls(self) -> None:
+        if self._engine is not None:
+            self._engine.end_all(HandoffCancelled("the replica is stopping"))
 
     def _ready(self, engine: EngineLoop, http_port: int, data_port: int | None) -> Ready:
-        contract = self._assigned.contract
-        known = msgspec.to_builtins(contract.positions)
-        positions = {**known, **read_positions(engine.model)}
+        contract, model = self._assigned.contract, engine.model
         return Ready(
             engine=Engine.MLX,
             engine_version=version("mlx-lm"),
-            effective=Effective(
-                attention=msgspec.convert(read_attention(engine.model), Attention),
-                positions=msgspec.convert(positions, Positions),
-                compute_dtype=self._assigned.compute_dtype,
+            effective=effective_of(
+                contract,
+                msgspec.convert(read_attention(model), Attention),
+                read_positions(model),
+                self._assigned.compute_dtype,
             ),
             http_port=http_port,
             data_port=data_port,
-            terms={
-                "page_tokens": contract.page_tokens,
-                "prefill_step_tokens": engine.cli_args.prefill_step_size,
-                "transports": ["tcp"],
-            },
+            terms=terms_of(contract, prefill_step_tokens=engine.cli_args.prefill_step_size),
         )
 
     def _died(self, error: BaseException) -> None:

@@ -1,0 +1,46 @@
+"""What every engine's Ready says in the same way."""
+
+from __future__ import annotations
+
+import logging
+
+import msgspec
+import pytest
+from engines.test_attachment import ASSIGNMENT, ATTENTION, POSITIONS
+
+from pdctl.engines.ends import close_each
+from pdctl.engines.readiness import effective_of, terms_of
+from pdctl.topology.model import ComputeDtype
+
+CONTRACT = ASSIGNMENT.contract
+
+
+def test_what_an_engine_does_not_tell_is_the_contracts() -> None:
+    """An engine that names no limit of positions needs none; a theta that it tells counts."""
+    told = {"rope_theta": 1e4, "max_positions": None}
+    found = effective_of(CONTRACT, ATTENTION, told, ComputeDtype.FLOAT32)
+    assert found.positions == msgspec.structs.replace(POSITIONS, rope_theta=1e4)
+    assert (found.attention, found.compute_dtype) == (ATTENTION, ComputeDtype.FLOAT32)
+
+
+def test_positions_that_are_not_scaled_are_told_as_none() -> None:
+    """None of `scaling` is a value: it differs from a contract that scales."""
+    positions = msgspec.structs.replace(POSITIONS, scaling={"type": "linear", "factor": 2.0})
+    scaled = msgspec.structs.replace(CONTRACT, positions=positions)
+    found = effective_of(scaled, ATTENTION, {"scaling": None}, ComputeDtype.FLOAT16)
+    assert found.positions.scaling is None
+
+
+def test_an_engines_own_terms_stand_beside_those_of_all() -> None:
+    """Pages and transports are the same for every engine of this version."""
+    terms = terms_of(CONTRACT, block_tokens=16)
+    assert terms == {"page_tokens": 64, "block_tokens": 16, "transports": ["tcp"]}
+
+
+def test_a_clean_up_goes_on_after_a_step_that_fails(caplog: pytest.LogCaptureFixture) -> None:
+    """What failed is logged."""
+    taken: list[int] = []
+    with caplog.at_level(logging.ERROR):
+        close_each((lambda: taken.append(1), lambda: 1 / 0, lambda: taken.append(3)))
+    assert taken == [1, 3]
+    assert "ZeroDivisionError" in caplog.text

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from agreement import Agreement, ranking
 from e2e.prompts import exact_prompt
 from engine.conftest import Trio, trio
 from engines.replicas import Pair, text_of
@@ -55,19 +56,24 @@ def check_nothing_is_left(pair: Pair) -> None:
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 @pytest.mark.parametrize("tokens", LENGTHS)
-def test_text_through_a_pair_equals_text_of_one(started: Trio, path: str, tokens: int) -> None:
+def test_text_through_a_pair_equals_text_of_one(
+    started: Trio, path: str, tokens: int, agreement: Agreement
+) -> None:
     """R25: at every length around a page's end, streamed and not, n - 1 positions
     travel in whole pages and nothing of the handoff is left."""
     pair, body = started.pair, body_of(started, path, tokens)
-    status, alone = started.alone.post(path, {**body, "pdctl_cache": False})
+    ranked = {**body, **ranking(path)}
+    status, alone = started.alone.post(path, {**ranked, "pdctl_cache": False})
     assert status == 200, alone
     count = alone["usage"]["prompt_tokens"]
     before, bytes_before = imported(pair), pair.decode.counters().host_bytes
 
-    (prefilled, answer), (decoded, whole) = pair.post(path, body)
+    (prefilled, answer), (decoded, whole) = pair.post(path, ranked)
     assert (prefilled, decoded) == (200, 200), (answer, whole)
     assert answer["usage"]["completion_tokens"] == 1
-    assert text_of(whole) == text_of(alone)
+    compute = pair.decode.agent.assignment.compute_dtype.value
+    label = f"{started.model_dir.name} in {compute}, {path}, {count} tokens"
+    agreement.check("mlx>mlx", label, alone, whole)
     assert whole["usage"]["prompt_tokens_details"]["cached_tokens"] == count - 1
     assert imported(pair) - before == count - 1
     pages = -(-(count - 1) // PAGE_TOKENS)
@@ -75,7 +81,7 @@ def test_text_through_a_pair_equals_text_of_one(started: Trio, path: str, tokens
     assert arrived == pages * started.contract.page_bytes
 
     events = pair.events(path, body)
-    assert "".join(map(text_of, events)) == text_of(alone)
+    assert "".join(map(text_of, events)) == text_of(whole)
     check_nothing_is_left(pair)
 
 

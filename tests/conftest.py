@@ -1,13 +1,24 @@
-"""What the whole run shares: comparisons of greedy text, reported at its end."""
+"""What the whole run shares: comparisons of greedy text, reported at its end; no deadlines."""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 
 import pytest
 from agreement import Agreement, report
 
 PROPERTY = "agreement"
+
+
+def pytest_configure() -> None:
+    """Others use the cores, too: how long one of hypothesis' examples takes says nothing. An
+    engine's environment has no hypothesis."""
+    if importlib.util.find_spec("hypothesis") is not None:
+        from hypothesis import settings
+
+        settings.register_profile("in company", deadline=None)
+        settings.load_profile("in company")
 
 
 @pytest.fixture

@@ -63,6 +63,7 @@ $(SGLANG_STAMP): pyproject.toml tests/sglang_cpu/requirements.txt
 	$(SGLANG)/bin/python $(PIP_INSTALL) --no-deps 'sglang==$(SGLANG_VERSION)' 'torchvision==0.28.0'
 	$(SGLANG)/bin/python $(PIP_INSTALL) --no-deps ./tests/sglang_cpu
 	$(SGLANG)/bin/python $(PIP_INSTALL) --no-deps --editable .
+	$(SGLANG)/bin/python -W ignore -c 'import sglang.srt.entrypoints.http_server'
 	@touch $@
 
 environments: $(ENVIRONMENTS)  ## what the engine suites need beside .venv (some 9 GB)

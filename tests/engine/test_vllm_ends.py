@@ -3,60 +3,33 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from http.client import HTTPConnection
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from agreement import Agreement, ranking
 from engine.vllm_pairs import (
     COMPLETIONS,
+    Four,
     alone,
+    answered_alone,
     check_at_rest,
     completion,
-    gap_where_parted,
     metric,
     until,
 )
-from engines.replicas import Pair, contract_of, text_of
-from engines.vllm_replicas import MODEL_NAME, VllmProcess, needs_vllm
+from engines.replicas import Pair, text_of
+from engines.vllm_replicas import MODEL_NAME, needs_vllm
 from tiny import digits
-
-from pdctl.topology.model import Role
 
 pytestmark = [pytest.mark.engine, needs_vllm]
 
-BLOCKS = 34
-"""Of 64 tokens on the decode replica: one context, so that others wait for it."""
 
-
-NEAR_TIE_NATS = 0.02
-"""What 16-bit pages may flip: they move a log probability by at most 0.012 (router/canary)."""
-
-
-@pytest.fixture(scope="module")
-def pair(folder: Path, llama_dir: Path) -> Iterator[Pair]:
-    contract = contract_of(llama_dir)
-    with ExitStack() as stack:
-        prefill = stack.enter_context(
-            VllmProcess(
-                *(folder, "vp1", Role.PREFILL, llama_dir, contract),
-                max_num_batched_tokens=256,
-                buffer_bytes=40 * contract.page_bytes,
-            )
-        )
-        decode = stack.enter_context(
-            VllmProcess(
-                *(folder, "vd1", Role.DECODE, llama_dir, contract),
-                num_gpu_blocks_override=BLOCKS,
-            )
-        )
-        prefill.await_ready()
-        decode.await_ready()
-        yield Pair(prefill, decode)
+@pytest.fixture
+def pair(four: Four) -> Pair:
+    return four.pair("vllm>vllm")
 
 
 def check_next_is_right(pair: Pair) -> None:
@@ -69,6 +42,9 @@ def check_next_is_right(pair: Pair) -> None:
 
 
 def causes(pair: Pair, room: int) -> set[str]:
+    for process in (pair.prefill, pair.decode):
+        # an answer to this comes after what was told before
+        process.counters()
     failures = [*pair.prefill.agent.failures, *pair.decode.agent.failures]
     return {failure.cause for failure in failures if failure.room == room}
 
@@ -168,6 +144,19 @@ def test_a_prefill_leg_whose_decode_never_comes_gives_its_pages_back(pair: Pair)
     check_next_is_right(pair)
 
 
+def test_a_prefill_leg_that_was_answered_is_released_on_order(pair: Pair) -> None:
+    """U2: decode refused before it dialled; the pages go at once, not at the deadline."""
+    leg, before = pair.leg(), pair.prefill.counters().handoffs_cancelled
+    body = pair.prefill.spec.prefill_body(completion(300, 13, salt="o"), leg)
+    assert pair.prefill.post(COMPLETIONS, body)[0] == 200
+    assert pair.prefill.counters().buffer_bytes_used > 0
+    path, order = pair.prefill.spec.release(leg.room) or ("", {})
+    assert pair.prefill.post(path, order)[0] == 200
+    found = until(pair.prefill, lambda c: c.buffer_bytes_used == 0)
+    assert found.handoffs_cancelled == before + 1
+    check_next_is_right(pair)
+
+
 def test_both_clients_hang_up_in_mid_prefill(pair: Pair) -> None:
     """U1, U4, U5: each end frees its own."""
     leg, body = pair.leg(), completion(2000, 11, salt="h")
@@ -196,7 +185,7 @@ def test_forty_cancelled_at_random_moments_leave_nothing(pair: Pair) -> None:
     """R19, U1: at each stage, on one end or on both; the next request is right."""
 
     def one(index: int) -> None:
-        leg = pair.leg()
+        leg = pair.leg(timeout_s=5.0)
         body = completion(65 + 47 * (index % 20), index, salt="r", max_tokens=40, stream=True)
         legs = [
             pair.prefill.send(COMPLETIONS, pair.prefill.spec.prefill_body(body, leg)),
@@ -213,22 +202,18 @@ def test_forty_cancelled_at_random_moments_leave_nothing(pair: Pair) -> None:
     check_next_is_right(pair)
 
 
-def test_requests_that_decode_preempts_go_on_right(
-    pair: Pair, record_testsuite_property: Callable[[str, object], None]
-) -> None:
+def test_requests_that_decode_preempts_go_on_right(pair: Pair, agreement: Agreement) -> None:
     """Eight of 320 tokens grow by 384 each in 34 blocks: some lose their imported KV, and
     compute it again. Text may leave what decode computes alone at a near-tie only."""
-    # special tokens, which may be generated past an end, stay in the text that is compared
-    long = {"max_tokens": 384, "ignore_eos": True, "skip_special_tokens": False}
-    bodies = [{**completion(320, 20 + i, salt="preempt"), **long} for i in range(8)]
+    long = {"max_tokens": 384, "ignore_eos": True, **ranking(COMPLETIONS)}
+    bodies = [completion(320, 20 + i, salt="preempt", **long) for i in range(8)]
     before = metric(pair.decode, "vllm:num_preemptions_total")
     with ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(lambda body: pair.post(COMPLETIONS, body), bodies))
     assert metric(pair.decode, "vllm:num_preemptions_total") > before
     for index, (body, (_, (_, answer))) in enumerate(zip(bodies, answers, strict=True)):
-        gap = gap_where_parted(pair.decode, body, text_of(answer))
-        record_testsuite_property(f"preempted.{index}.gap_nats", gap)
-        assert gap < NEAR_TIE_NATS
+        own = answered_alone(pair.decode, COMPLETIONS, body)
+        agreement.check("vllm>vllm, preempted", f"prompt {index}", own, answer)
     check_next_is_right(pair)
 
 

@@ -2,85 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
+from agreement import Agreement, ranking
 from engine.vllm_pairs import (
     CHAT,
     COMPLETIONS,
     OUTPUT_TOKENS,
     Four,
     alone,
+    answered_alone,
     chat,
     check_at_rest,
     completion,
 )
-from engines.replicas import Process, contract_of, text_of
-from engines.vllm_replicas import VllmProcess, needs_vllm
+from engines.replicas import text_of
+from engines.vllm_replicas import needs_vllm
 
-from pdctl.topology.model import PAGE_TOKENS, Role
+from pdctl.topology.model import PAGE_TOKENS
 
 pytestmark = [pytest.mark.engine, needs_vllm]
 
 PAIRS = ("vllm>vllm", "vllm>mlx", "mlx>vllm")
 LENGTHS = (51, 64, 65, 129, 193, 700)
-CHUNK_TOKENS = 128
-
-
-@pytest.fixture(scope="module")
-def four(folder: Path, llama_dir: Path) -> Iterator[Four]:
-    """vLLM computes prompts in chunks of 128 tokens; its two block sizes differ."""
-    contract = contract_of(llama_dir)
-    with ExitStack() as stack:
-
-        def vllm(name: str, role: Role, block: int) -> VllmProcess:
-            return stack.enter_context(
-                VllmProcess(
-                    *(folder, name, role, llama_dir, contract),
-                    block_size=block,
-                    max_num_batched_tokens=CHUNK_TOKENS,
-                )
-            )
-
-        vp, vd = vllm("vp0", Role.PREFILL, 128), vllm("vd0", Role.DECODE, 64)
-        mp, md = (
-            stack.enter_context(Process(folder, name, role, llama_dir, contract))
-            for name, role in (("mp0", Role.PREFILL), ("md0", Role.DECODE))
-        )
-        vp.await_ready()
-        vd.await_ready()
-        yield Four(vp, vd, mp, md)
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 @pytest.mark.parametrize("tokens", LENGTHS)
 @pytest.mark.parametrize("name", PAIRS)
 def test_text_through_a_pair_equals_text_of_one(
-    four: Four, name: str, tokens: int, path: str
+    four: Four, name: str, tokens: int, path: str, agreement: Agreement
 ) -> None:
-    """R25, U8: at every length around a page's end and beyond a chunk, streamed and not, with
-    either number of destination blocks: n - 1 positions travel in whole pages."""
+    """R25, U8, U13: at every length around a page's end and beyond a chunk, streamed and not, with
+    either number of destination blocks: n - 1 positions travel in whole pages. Both engines
+    choose the same tokens alone, too."""
     pair = four.pair(name)
     make = chat if path == CHAT else completion
     body = make(tokens, 5, salt=f"{name} {tokens}")
-    expected = alone(pair.decode, path, body)
-    # mlx-lm leaves out the space that a text begins with
-    assert expected.strip() == alone(four.vd, path, body).strip()
+    ranked = {**body, **ranking(path)}
+    own = answered_alone(pair.decode, path, ranked)
     before = pair.decode.counters()
-    (prefilled, answer), (decoded, whole) = pair.post(path, body)
+    (prefilled, answer), (decoded, whole) = pair.post(path, ranked)
     assert (prefilled, decoded) == (200, 200), (answer, whole)
-    assert text_of(whole) == expected
     count = whole["usage"]["prompt_tokens"]
+    label = f"{path}, {count} tokens"
+    agreement.check(name, label, own, whole)
+    if pair.decode is not four.vd:
+        agreement.check("mlx beside vllm", label, answered_alone(four.vd, path, ranked), own)
     assert whole["usage"]["prompt_tokens_details"]["cached_tokens"] == count - 1
     after = pair.decode.counters()
     assert after.imported_tokens - before.imported_tokens == count - 1
     pages = -(-(count - 1) // PAGE_TOKENS)
     assert after.host_bytes - before.host_bytes == pages * pair.decode.contract.page_bytes
     events = pair.events(path, {**body, "cache_salt": f"{name} {tokens} streamed"})
-    assert "".join(map(text_of, events)) == expected
+    assert "".join(map(text_of, events)) == text_of(whole)
     check_at_rest(pair.prefill, pair.decode)
 
 
@@ -103,8 +79,8 @@ def test_only_what_decode_does_not_hold_travels(four: Four, name: str) -> None:
 
 
 def test_a_prompt_that_decode_holds_whole_moves_nothing(four: Four) -> None:
-    """n - 1 positions are a whole number of blocks, all of them cached: the handoff still ends
-    in Done on both ends."""
+    """U16: n - 1 positions are a whole number of blocks, all of them cached: the text is right,
+    and the handoff still ends in Done on both ends."""
     pair, body = four.pair("vllm>vllm"), completion(129, 7, salt="held")
     texts, moved = [], []
     for _ in range(2):

@@ -58,12 +58,16 @@ def chat(tokens: int, seed: int = 0, *, salt: str) -> dict[str, Any]:
 
 
 def alone(process: Process, path: str, body: dict[str, Any]) -> str:
-    """What one engine computes by itself, past every cache."""
+    """The text that one engine computes by itself, past every cache."""
+    return text_of(answered_alone(process, path, body))
+
+
+def answered_alone(process: Process, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    """Its whole answer."""
     status, answer = process.post(path, {**body, "cache_salt": "alone"})
     assert status == 200, answer
-    text = text_of(answer)
-    assert len(text) > 8
-    return text
+    assert len(text_of(answer)) > 8
+    return answer
 
 
 def until(process: Process, holds: Callable[[Counters], bool]) -> Counters:
@@ -77,20 +81,6 @@ def until(process: Process, holds: Callable[[Counters], bool]) -> Counters:
 def idle(counters: Counters) -> bool:
     held = (counters.handoffs_active, counters.requests_active, counters.buffer_bytes_used)
     return held == (0, 0, 0) and counters.waiters == 0
-
-
-def gap_where_parted(process: Process, body: dict[str, Any], text: str) -> float:
-    """By how much (nats) vLLM's own choice was ahead where `text` leaves what it computes alone;
-    0 where it never does. Rounding pages to 16 bits flips near-ties alone."""
-    asked = {**body, "cache_salt": "ranked", "logprobs": 2, "stream": False}
-    ranked = process.post(COMPLETIONS, asked)[1]["choices"][0]["logprobs"]
-    at = 0
-    for token, top in zip(ranked["tokens"], ranked["top_logprobs"], strict=True):
-        if text[at : at + len(token)] != token:
-            best, second = sorted(top.values(), reverse=True)[:2]
-            return float(best - second)
-        at += len(token)
-    return 0.0
 
 
 def kv_usage(process: Process) -> float:

@@ -51,14 +51,18 @@ class SlotPool:
             into: `[pages, layers, 2, page_tokens, kv_heads, head_dim]`.
         """
         stop = first_page + len(blocks)
-        target = torch.from_numpy(into[first_page:stop].view(np.int16)).view(self._page_dtype)
+        pages = torch.from_numpy(into[first_page:stop].view(np.int16)).view(self._page_dtype)
         with self._own_stream():
+            near = self.device.type == "cpu"
+            target = pages if near else torch.zeros_like(pages, device=self.device)
             index = torch.tensor(blocks, device=self.device)
             for layer, pair in enumerate(zip(self._keys, self._values, strict=True)):
                 for half, memory in enumerate(pair):
-                    found = memory[index].to(self._page_dtype)
+                    found = memory[index]
                     target[:-1, layer, half] = found[:-1]
                     target[-1, layer, half, :last_slots] = found[-1, :last_slots]
+            if not near:
+                pages.copy_(target)
 
     def write(self, block: int, slots: range, first_layer: int, piece: Patterns) -> None:
         """Places some slots of one page into one block, of some layers.

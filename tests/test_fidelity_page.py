@@ -27,10 +27,18 @@ def rows(results: list[dict[str, Any]]) -> Iterator[str]:
 
 def test_the_pages_figures_are_those_of_its_result_file() -> None:
     """Row by row, in the file's order; the bound and the reference too."""
-    (name,) = re.findall(r"bench/results/[\w-]+\.json", PAGE)
+    (name,) = re.findall(r"Layer by layer: `(bench/results/[\w-]+\.json)`", PAGE)
     report = json.loads((ROOT / name).read_text())
     table = [line for line in PAGE.splitlines() if line.startswith("| ")]
     assert table[1:] == list(rows(report["results"]))
     assert report["met"]
     assert f"{report['bound_relative']:.6f}" in PAGE
     assert f"transformers {report['reference']['transformers']}" in PAGE
+
+
+def test_the_long_prompts_figures_are_those_of_theirs() -> None:
+    """K grows apart with the position, V does not."""
+    (name,) = re.findall(r"`(bench/results/[\w-]+-2000-tokens\.json)`", PAGE)
+    (result,) = json.loads((ROOT / name).read_text())["results"]
+    for half in ("k", "v"):
+        assert f"{max(layer[half]['relative'] for layer in result['worst']):.6f}" in PAGE

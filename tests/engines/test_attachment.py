@@ -10,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from engines.replicas import KEY, WAIT_S, StubAgent
+from engines.replicas import KEY
+from engines.stub_agent import WAIT_S, StubAgent
 
 from pdctl.engines.attachment import Attachment
 from pdctl.engines.channel import Assignment, Effective, Failed, HandoffSettings, Ready, encode

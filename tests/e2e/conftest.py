@@ -10,6 +10,7 @@ import pytest
 from e2e.cluster import PDCTL, Cluster
 from e2e.far import D_HOST, P_HOST, FarCluster
 from e2e.faults import Ledger, Request
+from e2e.mixed import BUFFER, Mixed
 from e2e.prompts import exact_prompt
 from sshd import machines
 from tiny import make_checkpoint
@@ -39,6 +40,16 @@ def llama(
 ) -> Iterator[Cluster]:
     """p0 (prefill), d0 (decode) and o0 (ordinary) on the tiny Llama, for one test module."""
     with Cluster(tmp_path_factory.mktemp("llama"), checkpoints["llama"]) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="session")
+def mixed(
+    checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Mixed]:
+    """Both engines in both roles; the buffer is a little smaller than the context."""
+    folder = tmp_path_factory.mktemp("mixed")
+    with Mixed(folder, checkpoints["llama"], "vp vd mp md", handoff=BUFFER) as cluster:
         yield cluster
 
 

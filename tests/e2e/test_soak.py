@@ -31,13 +31,13 @@ def answers(llama: Cluster, checkpoints: dict[str, Path]) -> dict[str, str]:
     return clear_answers(llama, checkpoints["llama"])
 
 
-def clear_answers(cluster: Cluster, model: Path) -> dict[str, str]:
-    """Prompt → the text of the ordinary replica, where no step of it is nearly a tie."""
+def clear_answers(cluster: Cluster, model: Path, path: str = "o0") -> dict[str, str]:
+    """Prompt → the text of one MLX replica alone, where no step of it is nearly a tie."""
     rng = random.Random(0)
     found: dict[str, str] = {}
     for seed in range(100, 100 + 10 * PROMPTS):
         prompt = exact_prompt(model, rng.randrange(20, 260), seed=seed)
-        text, gap = answer_alone(cluster, prompt)
+        text, gap = answer_alone(cluster, prompt, path)
         if gap >= CLEAR_GAP:
             found[prompt] = text
         if len(found) == PROMPTS:
@@ -45,10 +45,10 @@ def clear_answers(cluster: Cluster, model: Path) -> dict[str, str]:
     raise AssertionError(f"only {len(found)} prompts have clear answers")
 
 
-def answer_alone(cluster: Cluster, prompt: str) -> tuple[str, float]:
+def answer_alone(cluster: Cluster, prompt: str, path: str) -> tuple[str, float]:
     """The text, and the smallest gap (nats) between a step's best token and its next."""
     body = {"max_tokens": OUTPUT_TOKENS, "logprobs": True, "top_logprobs": 2, "pdctl_cache": False}
-    choice = cluster.completion(prompt, "o0", **body).json()["choices"][0]
+    choice = cluster.completion(prompt, path, **body).json()["choices"][0]
     steps = [sorted(t["logprob"] for t in s["top_logprobs"]) for s in choice["logprobs"]["content"]]
     assert all(len(step) == 2 for step in steps)
     return str(choice["text"]), min(step[1] - step[0] for step in steps)

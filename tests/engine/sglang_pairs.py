@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 from agreement import NEAR_TIE_NATS, Agreement, ranking, steps_of
 from engine.vllm_pairs import CHAT, alone, answered_alone, chat, check_at_rest, completion
 from engines.replicas import Pair, Process, text_of
@@ -26,6 +27,10 @@ class Fleet:
     def __init__(self, o: Process, ends: dict[str, tuple[Process, Process]]) -> None:
         self.o = o
         self._ends = ends
+
+    @property
+    def processes(self) -> list[Process]:
+        return [self.o, *(process for pair in self._ends.values() for process in pair)]
 
     def pair(self, name: str) -> Pair:
         """Of "sglang>mlx" and its like."""
@@ -84,3 +89,16 @@ def check_next_is_right(pair: Pair, fleet: Fleet, **fields: Any) -> None:
     (prefilled, answer), (decoded, whole) = pair.post("/v1/completions", body)
     assert (prefilled, decoded) == (200, 200), (answer, whole)
     assert text_of(whole).strip() == alone(fleet.o, "/v1/completions", body).strip()
+
+
+def check_one_contract(fleet: Fleet) -> None:
+    """What each replica says at its start, KV memory and rotary embeddings included."""
+    for process in fleet.processes:
+        ready = process.agent.ready
+        assert ready is not None
+        loaded = msgspec.structs.replace(
+            process.contract,
+            attention=ready.effective.attention,
+            positions=ready.effective.positions,
+        )
+        assert loaded.digest == process.contract.digest, process.name

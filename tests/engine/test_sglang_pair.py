@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 from agreement import Agreement
-from engine.sglang_pairs import CHUNK_TOKENS, LENGTHS, Fleet, check_text
+from engine.sglang_pairs import CHUNK_TOKENS, LENGTHS, Fleet, check_one_contract, check_text
 from engine.vllm_pairs import CHAT, COMPLETIONS, alone, check_at_rest, completion
 from engines.replicas import Process, contract_of, text_of
 from engines.sglang_replicas import SglangProcess, needs_sglang
@@ -148,3 +148,8 @@ def test_every_phase_of_a_handoff_is_observed(fleet: Fleet) -> None:
     assert set(received.phases) == {"import"}
     assert sent.output_tokens > 0
     assert received.output_tokens >= 16
+
+
+def test_one_checkpoint_is_one_contract(fleet: Fleet) -> None:
+    """R56: in every role, SGLang and MLX have loaded the same."""
+    check_one_contract(fleet)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from agreement import Agreement
-from engine.sglang_pairs import CHUNK_TOKENS, LENGTHS, Fleet, check_text
+from engine.sglang_pairs import CHUNK_TOKENS, LENGTHS, Fleet, check_one_contract, check_text
 from engine.vllm_pairs import CHAT, COMPLETIONS
 from engines.replicas import contract_of
 from engines.sglang_replicas import SglangProcess, needs_sglang
@@ -50,3 +50,8 @@ def test_text_through_a_pair_equals_text_of_one(
 ) -> None:
     """R25, R31, U13: as with any other pair."""
     check_text(fleet, name, tokens, path, agreement)
+
+
+def test_one_checkpoint_is_one_contract(fleet: Fleet) -> None:
+    """R56: in every role, SGLang and vLLM have loaded the same."""
+    check_one_contract(fleet)

@@ -13,9 +13,10 @@ from pdctl.cli import render
 from pdctl.cli.arguments import Cluster
 from pdctl.errors import ClusterError, PdctlError
 from pdctl.runtime.bench.columns import columns
+from pdctl.runtime.bench.folder import save_points, save_report, writable
 from pdctl.runtime.bench.measure import Results
 from pdctl.runtime.bench.prompts import PromptSource
-from pdctl.runtime.bench.report import points_of, save, table, writable
+from pdctl.runtime.bench.report import points_of, table
 from pdctl.runtime.bench.session import run_of, sweep
 from pdctl.runtime.bench.settings import (
     DEFAULT_INPUT_LENS,
@@ -47,7 +48,8 @@ def bench(
     num_warmups: Annotated[int, typer.Option(help="Rounds per cell that are not counted.")] = 2,
     seed: Annotated[int, typer.Option(help="Of the prompts.")] = 0,
     save_result: Annotated[
-        bool, typer.Option("--save-result", help="Write a JSON file per point, and a table.")
+        bool,
+        typer.Option("--save-result", help="Write a JSON file per point, the tables, and a page."),
     ] = False,
     result_dir: Annotated[Path, typer.Option(help="Where to, with --save-result.")] = Path("."),
     tokenizer: Annotated[
@@ -100,7 +102,8 @@ def _measure(
     if points or failure is None:
         _show(points, results, as_json=as_json)
     if points and kept_in is not None:
-        for path in save(kept_in, run, points):
+        saved = (*save_points(kept_in, run, points), *save_report(kept_in, run, points))
+        for path in saved:
             stderr.print(f"wrote {path}")
     if failure is not None:
         raise failure

@@ -10,5 +10,6 @@ machine    steal, load, versions
 measure    the order of it all
 session    one sweep, until it is done or interrupted; watch: its progress
 summary    pure arithmetic: from samples to points; marks: what makes a point doubtful
-report     tables and files
+report     tables; page: the report as HTML, of plots (SVG) and markup (escaped)
+folder     result files, written whole
 """

@@ -23,6 +23,8 @@ class Column(msgspec.Struct, frozen=True, kw_only=True):
     """None for a replica that serves alone."""
     baseline: str | None = None
     """Path of the column whose greedy text this one's must equal; None where it has none."""
+    prefill_alone: str | None = None
+    """Path of the column that shows a pair's prefill engine by itself; None where none does."""
     transport: Transport | None = None
 
     @property
@@ -85,6 +87,7 @@ def _pair(plan: Plan, pair: PairPlan, alone: list[ReplicaPlan]) -> Column:
         decode=decode.name,
         prefill=prefill.name,
         baseline=_baseline(decode, alone),
+        prefill_alone=_same(prefill, alone),
         transport=pair.transport,
     )
 
@@ -101,6 +104,10 @@ def _baseline(decode: ReplicaPlan, alone: list[ReplicaPlan]) -> str | None:
             if test(replica):
                 return replica.name
     return None
+
+
+def _same(prefill: ReplicaPlan, alone: list[ReplicaPlan]) -> str | None:
+    return next((r.name for r in alone if _kind(r) == _kind(prefill)), None)
 
 
 def _kind(replica: ReplicaPlan) -> tuple[str, str, str]:

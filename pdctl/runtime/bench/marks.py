@@ -11,11 +11,24 @@ from pdctl.runtime.bench.columns import Column, Required
 from pdctl.runtime.bench.measure import STEAL_BOUND, Place, Turn
 from pdctl.runtime.bench.status import as_required
 
+MEANINGS = {
+    "errors": "Requests failed; they are in no figure.",
+    "path": "Requests went another way than the column's.",
+    "prompt": "The engine counted another number of prompt tokens than was sent.",
+    "restart": "A replica was restarted meanwhile, so that counters cannot be compared.",
+    "moved": "Other tokens or bytes travelled than such a prompt requires: a cache was in the "
+    "way, or a handoff failed.",
+    "text": "The greedy text is not the baseline's. Two engines may part at a near-tie; a pair "
+    "should not part from its own decode engine early.",
+    "steal": "The machine's owner took processor time away, also when the round was run again.",
+    "foreign": "Other requests went through the cluster meanwhile.",
+}
+"""What each kind of mark says, for people."""
+
 
 class Mark(msgspec.Struct, frozen=True, kw_only=True):
-    """`kind`: errors | path | prompt | restart | moved | text | steal | foreign"""
-
     kind: str
+    """One of MEANINGS."""
     detail: str
     """A sentence without its subject."""
 

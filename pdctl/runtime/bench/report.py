@@ -1,17 +1,13 @@
-"""Tables for people, files for programs."""
+"""Tables for people: on the terminal and in Markdown."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
-import msgspec
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from pdctl.errors import PdctlError, UsageError
 from pdctl.runtime.bench.columns import Column
 from pdctl.runtime.bench.measure import Place, Results, Turn
 from pdctl.runtime.bench.summary import Point, Run, point
@@ -19,12 +15,13 @@ from pdctl.runtime.bench.summary import Point, Run, point
 MARKED = "†"
 ABSENT = "–"
 
-_DETAILS: tuple[tuple[str, Callable[[Point], str]], ...] = (
+DETAILS: tuple[tuple[str, Callable[[Point], str]], ...] = (
     ("tokens", lambda p: str(p.pd_input_len)),
     ("conc.", lambda p: str(p.pd_concurrency)),
     ("path", lambda p: p.pd_path + (MARKED if p.pd_marks else "")),
     ("TTFT ms", lambda p: _ms(p.median_ttft_ms)),
     ("p95", lambda p: _ms(p.p95_ttft_ms)),
+    ("floor", lambda p: _ms(p.pd_floor_ms)),
     ("ITL ms", lambda p: _ms(p.median_itl_ms)),
     ("TPOT ms", lambda p: _ms(p.median_tpot_ms)),
     ("E2EL ms", lambda p: _ms(p.median_e2el_ms)),
@@ -44,7 +41,15 @@ def points_of(
 ) -> tuple[Point, ...]:
     """Every measured cell: by place, then by column, in the order of the sweep."""
     return tuple(
-        point(run, place, column, cells[column.path], _baseline(column, cells), tokenise)
+        point(
+            run,
+            place,
+            column,
+            cells[column.path],
+            _turns_of(column.baseline, cells),
+            _turns_of(column.prefill_alone, cells),
+            tokenise,
+        )
         for place, cells in results.turns.items()
         for column in columns
     )
@@ -52,18 +57,18 @@ def points_of(
 
 def table(points: Sequence[Point]) -> RenderableType:
     """For the terminal: median TTFT by length and path, then every metric, then the marks."""
-    headers, rows = _matrix(points)
-    matrix = Table(title="median TTFT (ms)", title_justify="left")
+    headers, rows = matrix(points)
+    medians = Table(title="median TTFT (ms)", title_justify="left")
     details = Table(title="per request, medians", title_justify="left")
     for name in headers:
-        matrix.add_column(name, justify="right", no_wrap=True)
+        medians.add_column(name, justify="right", no_wrap=True)
     for row in rows:
-        matrix.add_row(*row)
-    for name, _ in _DETAILS:
+        medians.add_row(*row)
+    for name, _ in DETAILS:
         details.add_column(name, justify="left" if name == "path" else "right")
     for p in points:
-        details.add_row(*(show(p) for _, show in _DETAILS))
-    return Group(matrix, details, *(Text(line) for line in remarks(points)))
+        details.add_row(*(show(p) for _, show in DETAILS))
+    return Group(medians, details, *(Text(line) for line in remarks(points)))
 
 
 def markdown(run: Run, points: Sequence[Point]) -> str:
@@ -71,11 +76,11 @@ def markdown(run: Run, points: Sequence[Point]) -> str:
     parts = [
         f"# {run.cluster}: {run.model}, {run.date}",
         "Median TTFT in milliseconds:",
-        _markdown_table(*_matrix(points)),
+        _markdown_table(*matrix(points)),
         "Every point (medians; bytes and imported tokens per request):",
         _markdown_table(
-            [name for name, _ in _DETAILS],
-            [[show(p) for _, show in _DETAILS] for p in points],
+            [name for name, _ in DETAILS],
+            [[show(p) for _, show in DETAILS] for p in points],
         ),
     ]
     lines = remarks(points)
@@ -108,43 +113,12 @@ def remarks(points: Sequence[Point]) -> list[str]:
     return lines
 
 
-def writable(directory: Path) -> Path:
-    """Makes the folder for results; UsageError where nothing can be written there."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"--result-dir {directory} cannot be made: {error.strerror}") from error
-    if not os.access(directory, os.W_OK | os.X_OK):
-        raise UsageError(f"--result-dir {directory} is not writable")
-    return directory
+def _turns_of(path: str | None, cells: Mapping[str, list[Turn]]) -> list[Turn]:
+    return cells.get(path, []) if path is not None else []
 
 
-def save(directory: Path, run: Run, points: Sequence[Point]) -> tuple[Path, ...]:
-    """One JSON file per point and one Markdown file; PdctlError where they can't be written."""
-    stem = f"{run.cluster}-{run.date}"
-    written: list[Path] = []
-    try:
-        for p in points:
-            path = directory / f"{stem}-{_file_name(p)}.json"
-            path.write_bytes(msgspec.json.format(msgspec.json.encode(p), indent=2) + b"\n")
-            written.append(path)
-        path = directory / f"{stem}.md"
-        path.write_text(markdown(run, points), encoding="utf-8")
-        written.append(path)
-    except OSError as error:
-        raise PdctlError(f"cannot write results: {error}") from error
-    return tuple(written)
-
-
-def _file_name(p: Point) -> str:
-    return f"{p.pd_path.replace('>', '-to-')}-in{p.pd_input_len}-conc{p.pd_concurrency}"
-
-
-def _baseline(column: Column, cells: Mapping[str, list[Turn]]) -> list[Turn]:
-    return cells.get(column.baseline, []) if column.baseline is not None else []
-
-
-def _matrix(points: Sequence[Point]) -> tuple[list[str], list[list[str]]]:
+def matrix(points: Sequence[Point]) -> tuple[list[str], list[list[str]]]:
+    """Headers and rows of the first table: a row per place, a column per path, median TTFT."""
     paths = list(dict.fromkeys(p.pd_path for p in points))
     places = list(dict.fromkeys(Place(p.pd_input_len, p.pd_concurrency) for p in points))
     by_cell = {(Place(p.pd_input_len, p.pd_concurrency), p.pd_path): p for p in points}

@@ -92,6 +92,10 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     pd_imported_tokens_required: int
     pd_host_bytes_required: int | None
     pd_gpu_bytes_required: int | None
+    pd_floor_ms: float | None
+    """Median TTFT of a pair's prefill engine alone, which the pair cannot be under: its link is
+    taken to be without limit. Where that engine answers nothing alone, the mean of the pair's
+    own prefill phase. None for an engine alone."""
     pd_phases: dict[str, float]
     """Mean milliseconds per phase of the handoff."""
     pd_marks: tuple[Mark, ...]
@@ -131,9 +135,11 @@ def point(
     column: Column,
     turns: Sequence[Turn],
     baseline: Sequence[Turn],
+    prefill_alone: Sequence[Turn],
     tokenise: Callable[[str], Sequence[int]],
 ) -> Point:
-    """One cell. `baseline` has the turns of `column.baseline` at the same place (or nothing)."""
+    """One cell. `baseline` and `prefill_alone` have the turns of the columns that `column` names
+    so, at the same place (or nothing)."""
     samples = [sample for turn in turns for sample in turn.samples]
     good = [sample for sample in samples if sample.ok]
     duration = sum(turn.duration_s for turn in turns)
@@ -174,6 +180,7 @@ def point(
         pd_imported_tokens_required=need.imported_tokens,
         pd_host_bytes_required=need.host_bytes,
         pd_gpu_bytes_required=need.gpu_bytes,
+        pd_floor_ms=floor_ms(column, turns, prefill_alone),
         pd_phases=phase_means_ms(turns),
         pd_marks=marks_of(place, column, turns, baseline, need, tokenise),
         pd_short_outputs=sum(s.output_tokens < run.output_len for s in good),
@@ -200,6 +207,15 @@ def statistics(samples: Sequence[Sample]) -> dict[str, Any]:
         for metric in METRICS
         for name, value in zip(STATISTICS, _statistics_ms(seconds[metric]), strict=True)
     }
+
+
+def floor_ms(column: Column, turns: Sequence[Turn], prefill_alone: Sequence[Turn]) -> float | None:
+    """As `Point.pd_floor_ms` says."""
+    if not column.is_pair:
+        return None
+    good = [sample for turn in prefill_alone for sample in turn.samples if sample.ok]
+    alone: float | None = statistics(good)["median_ttft_ms"]
+    return phase_means_ms(turns).get("prefill") if alone is None else alone
 
 
 def phase_means_ms(turns: Iterable[Turn]) -> dict[str, float]:

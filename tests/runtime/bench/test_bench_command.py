@@ -111,7 +111,7 @@ def test_results_are_saved_only_where_asked(router: FakeRouter, tmp_path: Path) 
     run(*QUICK, "--result-dir", str(kept))
     assert not kept.exists()
     run(*QUICK, "--result-dir", str(kept), "--save-result")
-    assert sorted(path.suffix for path in kept.iterdir()) == [".json"] * 4 + [".md"]
+    assert sorted(path.suffix for path in kept.iterdir()) == [".html"] + [".json"] * 4 + [".md"]
 
 
 def test_a_wrong_counter_and_another_text_are_marked_in_the_output(router: FakeRouter) -> None:
@@ -133,7 +133,7 @@ def test_ctrl_c_prints_and_saves_what_was_measured_and_exits_130(
     body = json.loads(result.stdout)
     assert body["interrupted"]
     assert [p["pd_rounds"] for p in body["points"]] == [2, 2]
-    assert len(list(kept.iterdir())) == 3
+    assert len(list(kept.iterdir())) == 4
 
 
 def test_cells_without_an_answer_are_shown_and_fail(router: FakeRouter) -> None:

@@ -2,96 +2,34 @@ from __future__ import annotations
 
 import io
 import json
-from pathlib import Path
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
-from runtime.bench.bench_router import PAGE_BYTES, plan
+from runtime.bench.bench_points import PAIR, RUN, cells, good, sample, turn, words
+from runtime.bench.bench_router import PAGE_BYTES
 
-from pdctl.errors import PdctlError, UsageError
-from pdctl.runtime.bench.client import Sample
-from pdctl.runtime.bench.columns import columns
 from pdctl.runtime.bench.marks import Difference, first_difference
-from pdctl.runtime.bench.measure import Place, Results, Turn
-from pdctl.runtime.bench.report import markdown, points_of, save, table, writable
-from pdctl.runtime.bench.status import Moved, Phase
-from pdctl.runtime.bench.summary import Point, Run, phase_means_ms, statistics
+from pdctl.runtime.bench.measure import Turn
+from pdctl.runtime.bench.report import markdown, table
+from pdctl.runtime.bench.status import Phase
+from pdctl.runtime.bench.summary import Point, floor_ms, phase_means_ms, statistics
 
-ALONE, PAIR = columns(plan())
-PLACE = Place(66, 1)
-RUN = Run(
-    date="20260102-030405",
-    cluster="studio",
-    model="tiny",
-    tokenizer="tiny",
-    output_len=3,
-    rounds=2,
-    page_bytes=PAGE_BYTES,
-    versions={"pdctl": "0.1.0"},
-    compute_dtypes={"d0": "float32"},
-    machine={"cores": 2},
-    method="as it was",
-)
 VLLM_FIELDS = """date endpoint_type backend label model_id tokenizer_id num_prompts request_rate
 burstiness max_concurrency duration completed failed total_input_tokens total_output_tokens
 request_throughput output_throughput total_token_throughput
 mean_ttft_ms median_ttft_ms std_ttft_ms p99_ttft_ms mean_tpot_ms median_tpot_ms std_tpot_ms
 p99_tpot_ms mean_itl_ms median_itl_ms std_itl_ms p99_itl_ms mean_e2el_ms median_e2el_ms
 std_e2el_ms p99_e2el_ms input_lens output_lens ttfts latencies errors""".split()
-PD_FIELDS = """pd_path pd_baseline pd_input_len pd_output_len pd_concurrency pd_rounds
+PD_FIELDS = """
+pd_path pd_baseline pd_input_len pd_output_len pd_concurrency pd_rounds
 pd_rounds_asked pd_page_bytes pd_imported_tokens pd_host_bytes pd_gpu_bytes
-pd_imported_tokens_required pd_host_bytes_required pd_gpu_bytes_required pd_phases pd_marks
-pd_short_outputs pd_repeated_rounds pd_steal_max pd_load_max pd_versions pd_compute_dtypes
-pd_machine pd_method""".split()
-
-
-def words(text: str) -> list[str]:
-    return text.split()
-
-
-def sample(text: str = "a b c", ttft_s: float = 1.0, **changes: object) -> Sample:
-    base = Sample(
-        started_s=0.0,
-        ttft_s=ttft_s,
-        e2el_s=ttft_s + 2.0,
-        itl_s=(0.5, 1.5),
-        prompt_tokens=PLACE.input_len,
-        output_tokens=3,
-        text=text,
-        finish_reason="length",
-        status=200,
-    )
-    return msgspec.structs.replace(base, **changes)
-
-
-def turn(*samples: Sample, pair: bool = True, **changes: object) -> Turn:
-    figures = {"imported_tokens": 65, "host_bytes": 2 * PAGE_BYTES} if pair else {}
-    zero = dict.fromkeys(("imported_tokens", "host_bytes", "gpu_bytes"), 0)
-    moved = Moved(
-        **{**zero, **figures, **{k: v for k, v in changes.items() if k in Moved.__struct_fields__}},
-        handoffs_completed=int(pair),
-        handoffs_failed=0,
-        foreign_handoffs=0,
-        phases={"prefill": Phase(count=1, sum_s=0.25)} if pair else {},
-    )
-    kept = {k: v for k, v in changes.items() if k in Turn.__struct_fields__}
-    return Turn(
-        **{"samples": samples, "duration_s": 3.0, "moved": moved, "steal": 0.0, "load": 0.5, **kept}
-    )
-
-
-def cells(alone: list[Turn], pair: list[Turn]) -> tuple[Point, Point]:
-    results = Results()
-    results.turns[PLACE] = {"d0": alone, "p0>d0": pair}
-    first, second = points_of(RUN, (ALONE, PAIR), results, words)
-    return first, second
-
-
-def good() -> tuple[Point, Point]:
-    return cells([turn(sample(), pair=False)] * 2, [turn(sample()), turn(sample(ttft_s=2.0))])
+pd_imported_tokens_required pd_host_bytes_required pd_gpu_bytes_required pd_floor_ms
+pd_phases pd_marks pd_short_outputs pd_repeated_rounds pd_steal_max pd_load_max
+pd_versions pd_compute_dtypes pd_machine pd_method
+""".split()
 
 
 def kinds(point: Point) -> list[str]:
@@ -127,6 +65,16 @@ def test_statistics_lie_between_the_smallest_and_the_largest(seconds: list[float
 
 def test_statistics_of_nothing_are_absent_not_zero() -> None:
     assert set(statistics([]).values()) == {None}
+
+
+def test_a_pairs_floor_is_its_prefill_engine_alone() -> None:
+    alone, pair = good()
+    assert (alone.pd_floor_ms, pair.pd_floor_ms) == (None, 1000.0)
+
+
+def test_a_pair_whose_prefill_engine_answers_nothing_alone_has_its_own_prefill_as_floor() -> None:
+    bare = msgspec.structs.replace(PAIR, prefill_alone=None)
+    assert floor_ms(bare, [turn(sample())], []) == 250.0
 
 
 def test_phase_means_weigh_every_observation_alike() -> None:
@@ -217,21 +165,3 @@ def test_tables_show_the_mark_and_say_why() -> None:
 def test_an_interrupted_cell_says_how_many_rounds_it_has() -> None:
     points = cells([turn(sample(), pair=False)], [turn(sample())])
     assert "- p0>d0 at 66 tokens: 1 of 2 rounds, then interrupted" in markdown(RUN, points)
-
-
-def test_every_point_has_a_json_file_and_the_run_a_markdown_file(tmp_path: Path) -> None:
-    written = save(writable(tmp_path / "results"), RUN, good())
-    assert [path.name for path in written] == [
-        "studio-20260102-030405-d0-in66-conc1.json",
-        "studio-20260102-030405-p0-to-d0-in66-conc1.json",
-        "studio-20260102-030405.md",
-    ]
-    assert json.loads(written[1].read_text())["pd_path"] == "p0>d0"
-
-
-def test_a_result_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match=r"--result-dir .*/file cannot be made: File exists"):
-        writable(tmp_path / "file")
-    with pytest.raises(PdctlError, match="cannot write results"):
-        save(tmp_path / "file", RUN, good())

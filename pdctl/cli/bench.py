@@ -14,9 +14,10 @@ from pdctl.cli.arguments import Cluster
 from pdctl.errors import ClusterError, PdctlError
 from pdctl.runtime.bench.columns import columns
 from pdctl.runtime.bench.folder import save_points, save_report, writable
-from pdctl.runtime.bench.measure import Results
+from pdctl.runtime.bench.measure import Place, Results
 from pdctl.runtime.bench.prompts import PromptSource
 from pdctl.runtime.bench.report import points_of, table
+from pdctl.runtime.bench.resume import Earlier, earlier, in_order, place_of, places, setting_of
 from pdctl.runtime.bench.session import run_of, sweep
 from pdctl.runtime.bench.settings import (
     DEFAULT_INPUT_LENS,
@@ -25,7 +26,7 @@ from pdctl.runtime.bench.settings import (
     default_input_lens,
     whole_numbers,
 )
-from pdctl.runtime.bench.summary import Point
+from pdctl.runtime.bench.summary import Point, Run
 from pdctl.runtime.bench.target import Target, running, tokenizer_directory
 
 INTERRUPTED = 130
@@ -52,6 +53,14 @@ def bench(
         typer.Option("--save-result", help="Write a JSON file per point, the tables, and a page."),
     ] = False,
     result_dir: Annotated[Path, typer.Option(help="Where to, with --save-result.")] = Path("."),
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume",
+            help="Go on with the newest run in --result-dir: what it has whole is not run again. "
+            "Saves as --save-result does.",
+        ),
+    ] = False,
     tokenizer: Annotated[
         Path | None,
         typer.Option(help="A checkpoint on this machine, where no replica's is here."),
@@ -77,8 +86,20 @@ def bench(
     check(settings, context_length)
     directory = tokenizer.expanduser() if tokenizer else tokenizer_directory(target)
     prompts = PromptSource.of_checkpoint(directory, seed=seed)
-    kept_in = writable(result_dir.expanduser()) if save_result else None
-    _measure(target, settings, prompts, kept_in, as_json=as_json)
+    kept_in = writable(result_dir.expanduser()) if save_result or resume else None
+    before = _earlier(kept_in, target, settings) if kept_in and resume else Earlier()
+    _measure(target, settings, prompts, kept_in, before, as_json=as_json)
+
+
+def _earlier(directory: Path, target: Target, settings: Settings) -> Earlier:
+    paths = [column.path for column in columns(target.plan)]
+    found = earlier(directory, setting_of(target.plan, settings), settings, paths)
+    stderr = render.stderr()
+    for name in found.unreadable:
+        stderr.print(f"{name} is no result and not counted", markup=False)
+    had = render.counted(len(found.places), "place")
+    stderr.print(f"{had} of {len(places(settings))} had been measured before")
+    return found
 
 
 def _measure(
@@ -86,35 +107,54 @@ def _measure(
     settings: Settings,
     prompts: PromptSource,
     kept_in: Path | None,
+    before: Earlier,
     *,
     as_json: bool,
 ) -> None:
     """Runs the sweep; whatever it measured is shown and saved, however it ended."""
-    results, stderr = Results(), render.stderr()
-    date = time.strftime("%Y%m%d-%H%M%S")
+    date = before.date or time.strftime("%Y%m%d-%H%M%S")
+    paths = columns(target.plan)
+
+    def measured(results: Results) -> tuple[Run, tuple[Point, ...]]:
+        run = run_of(target, settings, results, date)
+        return run, points_of(run, paths, results, prompts.answer_ids)
+
+    def finished(results: Results, place: Place) -> None:
+        if kept_in is not None:
+            run, points = measured(results)
+            save_points(kept_in, run, [p for p in points if place_of(p) == place])
+
+    results, stderr = Results(done=before.places, finished=finished), render.stderr()
     failure: PdctlError | None = None
     try:
         anyio.run(sweep, target, settings, prompts, results, stderr)
     except PdctlError as error:
         failure = error
-    run = run_of(target, settings, results, date)
-    points = points_of(run, columns(target.plan), results, prompts.answer_ids)
+    run, fresh = measured(results)
+    points = tuple(in_order((*before.points, *fresh), settings, [c.path for c in paths]))
     if points or failure is None:
         _show(points, results, as_json=as_json)
     if points and kept_in is not None:
-        saved = (*save_points(kept_in, run, points), *save_report(kept_in, run, points))
+        saved = (*save_points(kept_in, run, fresh), *save_report(kept_in, run, points))
         for path in saved:
             stderr.print(f"wrote {path}")
+    _end(points, results, failure, target.plan.cluster)
+
+
+def _end(
+    points: tuple[Point, ...], results: Results, failure: PdctlError | None, cluster: str
+) -> None:
+    """Exit 0 only where every cell has a figure."""
     if failure is not None:
         raise failure
     if results.interrupted:
-        stderr.print("interrupted; what is shown was measured before")
+        render.stderr().print("interrupted; what is shown was measured before")
         raise typer.Exit(INTERRUPTED)
     failed = [p for p in points if not p.completed]
     if failed:
         raise ClusterError(
             f"no request came through in {len(failed)} of {render.counted(len(points), 'cell')}",
-            hint=f"see what {target.plan.cluster} says: pdctl logs {target.plan.cluster}",
+            hint=f"see what {cluster} says: pdctl logs {cluster}",
         )
 
 

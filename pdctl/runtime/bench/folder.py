@@ -45,6 +45,26 @@ def save_report(directory: Path, run: Run, points: Sequence[Point]) -> tuple[Pat
     )
 
 
+def read_points(directory: Path) -> tuple[tuple[Point, ...], tuple[str, ...]]:
+    """Every point in the folder, and the names of JSON files that are none, both by file name.
+
+    Raises UsageError where the folder cannot be read.
+    """
+    points: list[Point] = []
+    unreadable: list[str] = []
+    try:
+        for path in sorted(directory.iterdir()):
+            if path.suffix != ".json" or path.name.startswith("."):
+                continue
+            try:
+                points.append(msgspec.json.decode(path.read_bytes(), type=Point))
+            except msgspec.DecodeError:
+                unreadable.append(path.name)
+    except OSError as error:
+        raise UsageError(f"cannot read the results in {directory}: {error.strerror}") from error
+    return tuple(points), tuple(unreadable)
+
+
 def _write(path: Path, content: bytes) -> Path:
     beside = path.with_name(f".{path.name}.part")
     try:

@@ -7,7 +7,7 @@ twice; `pdctl_cache` (and a salt, for engines that have one) keeps prefix caches
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import anyio
@@ -58,7 +58,16 @@ class Results:
     Written by the sweep, read by anybody afterwards, also when it was interrupted.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        *,
+        done: Collection[Place] = (),
+        finished: Callable[[Results, Place], None] = lambda results, place: None,
+    ) -> None:
+        """`done`: places that are not to be measured. `finished` is called on the event loop
+        after the last round of each other; what it raises ends the sweep."""
+        self.done = frozenset(done)
+        self.finished = finished
         self.turns: dict[Place, dict[str, list[Turn]]] = {}
         self.status: Status | None = None
         self.interrupted = False
@@ -125,7 +134,10 @@ class Sweep:
                 raise PdctlError(reason, hint="see `pdctl ps` and `pdctl logs`")
         for concurrency in self._settings.concurrency:
             for input_len in self._settings.input_lens:
-                await self._place(Place(input_len, concurrency), into)
+                place = Place(input_len, concurrency)
+                if place not in into.done:
+                    await self._place(place, into)
+                    into.finished(into, place)
 
     async def _place(self, place: Place, into: Results) -> None:
         self._observer.place(place)

@@ -14,6 +14,7 @@ from pdctl.runtime.bench.columns import Column, columns
 from pdctl.runtime.bench.machine import machine, versions
 from pdctl.runtime.bench.measure import Results, Sweep
 from pdctl.runtime.bench.prompts import PromptSource
+from pdctl.runtime.bench.resume import setting_of
 from pdctl.runtime.bench.settings import Settings, check
 from pdctl.runtime.bench.summary import Run
 from pdctl.runtime.bench.target import Target
@@ -46,7 +47,7 @@ async def sweep(
     if not paths:
         raise PdctlError("this cluster has no path to measure")
     failure: PdctlError | None = None
-    with watching(console, settings, len(paths)) as observer:
+    with watching(console, settings, len(paths), len(results.done)) as observer:
         async with (
             anyio.create_task_group() as group,
             aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session,
@@ -92,6 +93,7 @@ def run_of(target: Target, settings: Settings, results: Results, date: str) -> R
         compute_dtypes={r.name: r.compute_dtype.value for r in plan.replicas},
         machine=machine(),
         method=METHOD,
+        setting=setting_of(plan, settings),
     )
 
 

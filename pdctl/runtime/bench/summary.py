@@ -17,6 +17,9 @@ from pdctl.runtime.bench.marks import Mark, marks_of
 from pdctl.runtime.bench.measure import Place, Turn
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
+Setting = dict[str, str | int | None]
+"""What all points of one sweep were asked to be, by name."""
+
 STATISTICS = ("mean", "median", "std", "p95", "p99")
 
 
@@ -111,6 +114,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     """By replica; pages have the model's dtype whatever an engine computes in."""
     pd_machine: dict[str, Any]
     pd_method: str
+    pd_setting: Setting
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,6 +131,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     compute_dtypes: dict[str, str]
     machine: dict[str, Any]
     method: str
+    setting: Setting
 
 
 def point(
@@ -191,6 +196,7 @@ def point(
         pd_compute_dtypes=run.compute_dtypes,
         pd_machine=run.machine,
         pd_method=run.method,
+        pd_setting=run.setting,
     )
 
 

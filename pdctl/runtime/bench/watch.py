@@ -14,13 +14,16 @@ from pdctl.runtime.bench.settings import Settings
 
 
 @contextmanager
-def watching(console: Console, settings: Settings, columns: int) -> Iterator[Observer]:
-    """An observer that draws on `console` until the block ends."""
+def watching(
+    console: Console, settings: Settings, columns: int, done: int = 0
+) -> Iterator[Observer]:
+    """An observer that draws on `console` until the block ends; `done` places are left out."""
     if not console.is_terminal:
         yield Lines(console)
         return
     rounds = settings.num_warmups + settings.num_prompts
-    total = rounds * columns * len(settings.input_lens) * len(settings.concurrency)
+    places = len(settings.input_lens) * len(settings.concurrency) - done
+    total = rounds * columns * places
     progress = Progress(
         TextColumn("{task.description}"),
         BarColumn(),

@@ -26,6 +26,7 @@ RUN = Run(
     compute_dtypes={"d0": "float32"},
     machine={"cores": 2},
     method="as it was",
+    setting={"seed": 0},
 )
 
 

@@ -208,3 +208,85 @@ def test_another_hosts_checkpoint_is_not_looked_for_here(
     with pytest.raises(UsageError) as caught:
         tokenizer_directory(running("studio"))
     assert "--tokenizer" in (caught.value.hint or "")
+
+
+def lengths(router: FakeRouter) -> list[int]:
+    """Tokens of the prompts that were asked for, each length once, in order."""
+    counted = [router.tokens_of(body["prompt"]) for _, body in router.asked]
+    return list(dict.fromkeys(counted))
+
+
+def test_a_place_is_on_disk_as_soon_as_it_is_measured(router: FakeRouter, tmp_path: Path) -> None:
+    found: list[str] = []
+
+    def look() -> None:
+        found.extend(path.name for path in tmp_path.glob("kept/*.json"))
+        os.kill(os.getpid(), signal.SIGINT)
+
+    router.stall_at, router.stalled = 8, look
+    run(*QUICK, "--save-result", "--result-dir", str(tmp_path / "kept"))
+    assert [name.partition("-in")[2] for name in found] == ["51-conc1.json"] * 2
+
+
+def resumed(router: FakeRouter, kept: Path, *arguments: str) -> Result:
+    router.stall_at = None
+    router.asked.clear()
+    return run(*(arguments or QUICK), "--resume", "--result-dir", str(kept), "--json")
+
+
+@pytest.fixture
+def killed(router: FakeRouter, tmp_path: Path) -> Path:
+    """The folder of a sweep that ended after its first length."""
+    router.stall_at = 8
+    router.stalled = lambda: os.kill(os.getpid(), signal.SIGINT)
+    kept = tmp_path / "kept"
+    run(*QUICK, "--save-result", "--result-dir", str(kept))
+    return kept
+
+
+def test_what_is_whole_is_not_run_again(router: FakeRouter, killed: Path) -> None:
+    result = resumed(router, killed)
+    assert result.exit_code == 0, result.output
+    assert lengths(router) == [66]
+    points = json.loads(result.stdout)["points"]
+    assert [(p["pd_input_len"], p["pd_path"]) for p in points] == [
+        (n, path) for n in (51, 66) for path in ("d0", "p0>d0")
+    ]
+    assert sorted(path.suffix for path in killed.iterdir()) == [".html"] + [".json"] * 4 + [".md"]
+    resumed(router, killed)
+    assert router.asked == []
+
+
+@pytest.mark.parametrize("content", ["", '{"date": "2026', "[]", None])
+def test_a_file_that_is_corrupt_or_gone_is_measured_again(
+    router: FakeRouter, killed: Path, content: str | None
+) -> None:
+    file = next(killed.glob("*p0-to-d0-in51*.json"))
+    file.unlink() if content is None else file.write_text(content)
+    resumed(router, killed)
+    assert lengths(router) == [51, 66]
+    assert json.loads(file.read_text())["pd_input_len"] == 51
+
+
+@pytest.mark.parametrize("change", [{"pd_rounds": 1}, {"failed": 1}])
+def test_a_point_with_rounds_or_answers_missing_is_measured_again(
+    router: FakeRouter, killed: Path, change: dict[str, int]
+) -> None:
+    file = next(killed.glob("*d0-in51*.json"))
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    resumed(router, killed)
+    assert lengths(router) == [51, 66]
+
+
+def test_other_settings_are_refused_by_name(router: FakeRouter, killed: Path) -> None:
+    result = resumed(router, killed, *QUICK, "--seed", "7")
+    assert isinstance(result.exception, UsageError)
+    assert "seed was 0, not 7" in result.exception.message
+    assert router.asked == []
+
+
+def test_resuming_in_an_empty_folder_starts_at_the_beginning(
+    router: FakeRouter, tmp_path: Path
+) -> None:
+    assert resumed(router, tmp_path / "new").exit_code == 0
+    assert lengths(router) == [51, 66]

@@ -28,7 +28,7 @@ pd_path pd_baseline pd_input_len pd_output_len pd_concurrency pd_rounds
 pd_rounds_asked pd_page_bytes pd_imported_tokens pd_host_bytes pd_gpu_bytes
 pd_imported_tokens_required pd_host_bytes_required pd_gpu_bytes_required pd_floor_ms
 pd_phases pd_marks pd_short_outputs pd_repeated_rounds pd_steal_max pd_load_max
-pd_versions pd_compute_dtypes pd_machine pd_method
+pd_versions pd_compute_dtypes pd_machine pd_method pd_setting
 """.split()
 
 

@@ -289,9 +289,10 @@ class Attempt:
         for call in self._unfinished():
             if self._room is not None and call.reached:
                 self._aborter.abort(call.seat, call.spec, self._room)
-        handed_over = self._served and self.absorbed is None
-        if not handed_over and self._prefill is not None and self._prefill.finished:
-            self._aborter.release(self._prefill.seat, self._prefill.spec, self._room or 0)
+        prefill, handed_over = self._prefill, self._served and self.absorbed is None
+        refused = prefill is not None and prefill.finished and not self._prefilled.is_set()
+        if prefill is not None and prefill.reached and not (refused or handed_over):
+            self._aborter.release(prefill.seat, prefill.spec, self._room or 0)
         for call in self._calls:
             call.close()
 

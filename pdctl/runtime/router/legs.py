@@ -20,8 +20,8 @@ CONNECT_TIMEOUT_S = 3.0
 KEEPALIVE_S = 15.0
 """Idle connections are dropped before any engine would drop them (U21)."""
 
-PROMPT_ALIASES = ("input_tokens", "input_text")
-"""What vLLM calls a prompt that is too long, in whichever field it came."""
+PROMPT_ALIASES = ("prompt", "input_tokens", "input_text")
+"""What engines call a prompt that is too long, in whichever field it came."""
 
 _REUSED = "reused"
 

@@ -138,6 +138,22 @@ async def test_what_an_answered_prefill_still_holds_is_released(
         await eventually(lambda: c["p0"].aborted == [room])
 
 
+async def test_what_prefill_holds_is_released_when_its_client_leaves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """U5: its answer may be on the way, so that closing its connection ends nothing there."""
+    monkeypatch.setattr(MlxSpec, "abort", lambda spec, room: None)
+    monkeypatch.setattr(MlxSpec, "release", lambda spec, room: ("/pdctl/abort", {"room": room}))
+    async with cluster() as c:
+        c["p0"].on["prefill"] = stalls_then()
+        c["d0"].on["decode"] = stalls_then()
+        task = asyncio.ensure_future(c.ask(STREAM))
+        await c["p0"].stalled.wait()
+        task.cancel()
+        await eventually(lambda: len(c["p0"].aborted) == 1)
+        assert c["d0"].aborted == []
+
+
 async def test_a_prefill_that_was_handed_over_is_not_released(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -25,6 +25,16 @@ Cluster = Annotated[
         autocompletion=completion.clusters,
     ),
 ]
+ClusterUnlessComparing = Annotated[
+    str | None,
+    typer.Argument(
+        help="A topology file, or the name of a cluster that was launched here; none with "
+        "--compare.",
+        metavar="TOPOLOGY",
+        autocompletion=completion.clusters,
+        show_default=False,
+    ),
+]
 Replica = Annotated[
     str,
     typer.Argument(

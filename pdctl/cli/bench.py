@@ -10,9 +10,11 @@ import anyio
 import typer
 
 from pdctl.cli import render
-from pdctl.cli.arguments import Cluster
-from pdctl.errors import ClusterError, PdctlError
+from pdctl.cli.arguments import ClusterUnlessComparing
+from pdctl.errors import ClusterError, PdctlError, UsageError
 from pdctl.runtime.bench.columns import columns
+from pdctl.runtime.bench.compare import compare as compare_runs
+from pdctl.runtime.bench.compare import comparison_table, newest_run
 from pdctl.runtime.bench.folder import save_points, save_report, writable
 from pdctl.runtime.bench.measure import Place, Results
 from pdctl.runtime.bench.prompts import PromptSource
@@ -33,7 +35,7 @@ INTERRUPTED = 130
 
 
 def bench(
-    topology: Cluster,
+    topology: ClusterUnlessComparing = None,
     input_lens: Annotated[
         str | None,
         typer.Option(
@@ -61,16 +63,31 @@ def bench(
             "Saves as --save-result does.",
         ),
     ] = False,
+    compare: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option(
+            metavar="BEFORE AFTER",
+            help="Measure nothing: compare the newest runs of two result folders.",
+            show_default=False,
+        ),
+    ] = None,
     tokenizer: Annotated[
         Path | None,
         typer.Option(help="A checkpoint on this machine, where no replica's is here."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the points as JSON.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the points, or the comparison, as JSON.")
+    ] = False,
 ) -> None:
     """Measure each engine alone against every prefill/decode pair, by prompt length.
 
     Prompts have exactly the asked number of tokens and share no prefix. A cell whose imported
     tokens are not what the prompt requires, or whose text is not the baseline's, is marked."""
+    if compare is not None:
+        _compare(topology, *compare, as_json=as_json)
+        return
+    if topology is None:
+        raise UsageError("TOPOLOGY is missing", hint="for example: pdctl bench studio.toml")
     asked = None if input_lens is None else whole_numbers(input_lens, "--input-lens")
     lanes = whole_numbers(concurrency, "--concurrency")
     target = running(topology)
@@ -89,6 +106,19 @@ def bench(
     kept_in = writable(result_dir.expanduser()) if save_result or resume else None
     before = _earlier(kept_in, target, settings) if kept_in and resume else Earlier()
     _measure(target, settings, prompts, kept_in, before, as_json=as_json)
+
+
+def _compare(topology: str | None, before: Path, after: Path, *, as_json: bool) -> None:
+    if topology is not None:
+        raise UsageError(
+            f"--compare measures nothing and takes no TOPOLOGY: {topology}",
+            hint="for example: pdctl bench --compare results-before results-after",
+        )
+    found = compare_runs(*(newest_run(folder.expanduser()) for folder in (before, after)))
+    if as_json:
+        render.print_json(found)
+    else:
+        render.stdout().print(comparison_table(found))
 
 
 def _earlier(directory: Path, target: Target, settings: Settings) -> Earlier:

@@ -11,5 +11,6 @@ measure    the order of it all
 session    one sweep, until it is done or interrupted; watch: its progress
 summary    pure arithmetic: from samples to points; marks: what makes a point doubtful
 report     tables; page: the report as HTML, of plots (SVG) and markup (escaped)
-folder     result files, written whole; resume: which of them need not be measured again
+folder     result files, written whole; resume: which of them need not be measured again;
+           compare: two folders side by side
 """

@@ -290,3 +290,27 @@ def test_resuming_in_an_empty_folder_starts_at_the_beginning(
 ) -> None:
     assert resumed(router, tmp_path / "new").exit_code == 0
     assert lengths(router) == [51, 66]
+
+
+def test_two_folders_are_compared_without_a_cluster(router: FakeRouter, tmp_path: Path) -> None:
+    folders = [str(tmp_path / name) for name in ("before", "after")]
+    for folder in folders:
+        run(*QUICK, "--save-result", "--result-dir", folder)
+    router.asked.clear()
+    result = CliRunner().invoke(app, ["--compare", *folders, "--json"])
+    assert result.exit_code == 0, result.output
+    changes = json.loads(result.stdout)["changes"]
+    assert len(changes) == 4 * 3
+    assert {change["beyond_scatter"] for change in changes} == {None}
+    assert router.asked == []
+    assert "beyond scatter" in CliRunner().invoke(app, ["--compare", *folders]).stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [([], "TOPOLOGY is missing"), (["studio", "--compare", "a", "b"], "takes no TOPOLOGY")],
+)
+def test_a_topology_is_given_unless_folders_are_compared(arguments: list[str], says: str) -> None:
+    result = CliRunner().invoke(app, arguments)
+    assert isinstance(result.exception, UsageError)
+    assert says in result.exception.message

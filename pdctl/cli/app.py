@@ -62,7 +62,8 @@ def application(arguments: Sequence[str] = ()) -> typer.Typer:
     for verb in VERBS.values():
         if verb.name == wanted or verb.name in completed.split():
             manual = MANUAL.get(verb.name)
-            app.command(verb.name, epilog=manual.epilog if manual else None)(verb.load())
+            epilog = manual.epilog if manual else None
+            app.command(verb.name, cls=verb.load_class(), epilog=epilog)(verb.load())
         else:
             app.command(verb.name)(_listed(verb))
     return app

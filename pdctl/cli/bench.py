@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import anyio
 import typer
+from typer.core import TyperCommand
 
 from pdctl.cli import render
 from pdctl.cli.arguments import ClusterUnlessComparing
@@ -16,6 +17,7 @@ from pdctl.runtime.bench.columns import columns
 from pdctl.runtime.bench.compare import compare as compare_runs
 from pdctl.runtime.bench.compare import comparison_table, newest_run
 from pdctl.runtime.bench.folder import save_points, save_report, writable
+from pdctl.runtime.bench.goodput import objectives
 from pdctl.runtime.bench.measure import Place, Results
 from pdctl.runtime.bench.prompts import PromptSource
 from pdctl.runtime.bench.report import points_of, table
@@ -32,6 +34,23 @@ from pdctl.runtime.bench.summary import Point, Run
 from pdctl.runtime.bench.target import Target, running, tokenizer_directory
 
 INTERRUPTED = 130
+GOODPUT = "--goodput"
+
+
+class BenchCommand(TyperCommand):
+    """`--goodput ttft:500 tpot:50`, as `vllm bench serve` spells it: one option, any number of
+    objectives, each of which has a colon and no slash."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        spelt: list[str] = []
+        within = False
+        for word in args:
+            objective = ":" in word and "/" not in word and not word.startswith("-")
+            if within and objective and spelt[-1] != GOODPUT:
+                spelt.append(GOODPUT)
+            within = word == GOODPUT or (within and objective)
+            spelt.append(word)
+        return list(super().parse_args(ctx, spelt))
 
 
 def bench(
@@ -50,6 +69,15 @@ def bench(
     num_prompts: Annotated[int, typer.Option(help="Rounds per cell, warm-ups aside.")] = 5,
     num_warmups: Annotated[int, typer.Option(help="Rounds per cell that are not counted.")] = 2,
     seed: Annotated[int, typer.Option(help="Of the prompts.")] = 0,
+    goodput: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="METRIC:MS ...",
+            help="Objectives in milliseconds, of ttft, tpot and e2el: requests per second that "
+            "meet them all are counted.",
+            show_default=False,
+        ),
+    ] = None,
     save_result: Annotated[
         bool,
         typer.Option("--save-result", help="Write a JSON file per point, the tables, and a page."),
@@ -99,6 +127,7 @@ def bench(
         num_prompts=num_prompts,
         num_warmups=num_warmups,
         seed=seed,
+        goodput=objectives(goodput or ()),
     )
     check(settings, context_length)
     directory = tokenizer.expanduser() if tokenizer else tokenizer_directory(target)

@@ -97,7 +97,7 @@ MANUAL = {
             "bench studio --input-lens 51,184 --concurrency 1,4",
             "bench studio --save-result --result-dir results",
             "bench --compare results-before results-after",
-            "bench studio --resume --result-dir results  # after a kill",
+            "bench studio --resume --result-dir results --goodput ttft:500 tpot:50",
         ),
     ),
     "doctor": Manual(

@@ -11,12 +11,16 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
+from typer.core import TyperCommand
+
 
 class Verb(NamedTuple):
     name: str
     target: str
     """`module:function`; the function's signature and docstring are the command line."""
     help: str
+    command_class: str = ""
+    """Name in the same module; empty for Typer's own."""
 
     @property
     def module(self) -> str:
@@ -27,11 +31,19 @@ class Verb(NamedTuple):
         loaded: Callable[..., Any] = getattr(importlib.import_module(module), function)
         return loaded
 
+    def load_class(self) -> type[TyperCommand]:
+        if not self.command_class:
+            return TyperCommand
+        loaded: type[TyperCommand] = getattr(
+            importlib.import_module(self.module), self.command_class
+        )
+        return loaded
 
-def _verb(name: str, help: str) -> Verb:
+
+def _verb(name: str, help: str, command_class: str = "") -> Verb:
     """By custom a verb's function bears its name, in a file of that name."""
     word = name.replace("-", "_")
-    return Verb(name, f"pdctl.cli.{word}:{word}", help)
+    return Verb(name, f"pdctl.cli.{word}:{word}", help, command_class)
 
 
 ROWS = (
@@ -46,7 +58,7 @@ ROWS = (
     _verb("restart", "Drain, stop and start one replica."),
     _verb("drain", "Send no new requests to one replica."),
     _verb("down", "Stop everything that `up` started, and prove it."),
-    _verb("bench", "Measure every path over prompt lengths."),
+    _verb("bench", "Measure every path over prompt lengths.", "BenchCommand"),
     _verb("doctor", "Test each host, and each pair's link."),
 )
 

@@ -26,6 +26,10 @@ DETAILS: tuple[tuple[str, Callable[[Point], str]], ...] = (
     ("TPOT ms", lambda p: _ms(p.median_tpot_ms)),
     ("E2EL ms", lambda p: _ms(p.median_e2el_ms)),
     ("out tok/s", lambda p: f"{p.output_throughput:.1f}"),
+    (
+        "goodput req/s",
+        lambda p: ABSENT if p.request_goodput is None else f"{p.request_goodput:.2f}",
+    ),
     ("imported", lambda p: f"{p.pd_imported_tokens:g}"),
     ("host bytes", lambda p: f"{p.pd_host_bytes:,.0f}"),
     ("GPU bytes", lambda p: f"{p.pd_gpu_bytes:,.0f}"),

@@ -47,6 +47,7 @@ def setting_of(plan: Plan, settings: Settings) -> Setting:
         "num_prompts": settings.num_prompts,
         "num_warmups": settings.num_warmups,
         "seed": settings.seed,
+        "goodput": " ".join(f"{name}:{ms:g}" for name, ms in settings.goodput.items()),
     }
 
 

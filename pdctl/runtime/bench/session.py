@@ -94,6 +94,7 @@ def run_of(target: Target, settings: Settings, results: Results, date: str) -> R
         machine=machine(),
         method=METHOD,
         setting=setting_of(plan, settings),
+        goodput=settings.goodput,
     )
 
 

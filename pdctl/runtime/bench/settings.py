@@ -24,6 +24,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Rounds per cell; each sends `concurrency` requests at once."""
     num_warmups: int = 2
     seed: int = 0
+    goodput: dict[str, float] = {}
+    """Milliseconds by metric; see `goodput.objectives`."""
 
 
 def whole_numbers(text: str, option: str) -> tuple[int, ...]:

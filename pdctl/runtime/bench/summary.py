@@ -13,6 +13,7 @@ import numpy as np
 
 from pdctl.runtime.bench.client import Sample
 from pdctl.runtime.bench.columns import Column, required
+from pdctl.runtime.bench.goodput import request_goodput
 from pdctl.runtime.bench.marks import Mark, marks_of
 from pdctl.runtime.bench.measure import Place, Turn
 
@@ -48,6 +49,8 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     total_input_tokens: int
     total_output_tokens: int
     request_throughput: float
+    request_goodput: float | None
+    """None where no objective was given."""
     output_throughput: float
     total_token_throughput: float
     mean_ttft_ms: float | None
@@ -113,6 +116,8 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     pd_compute_dtypes: dict[str, str]
     """By replica; pages have the model's dtype whatever an engine computes in."""
     pd_machine: dict[str, Any]
+    pd_goodput: dict[str, float]
+    """The objectives of `request_goodput`: milliseconds by metric."""
     pd_method: str
     pd_setting: Setting
 
@@ -132,6 +137,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     machine: dict[str, Any]
     method: str
     setting: Setting
+    goodput: dict[str, float] = {}
 
 
 def point(
@@ -163,6 +169,7 @@ def point(
         total_input_tokens=inputs,
         total_output_tokens=outputs,
         request_throughput=_rate(len(good), duration),
+        request_goodput=request_goodput(good, duration, run.goodput),
         output_throughput=_rate(outputs, duration),
         total_token_throughput=_rate(inputs + outputs, duration),
         **statistics(good),
@@ -195,6 +202,7 @@ def point(
         pd_versions=run.versions,
         pd_compute_dtypes=run.compute_dtypes,
         pd_machine=run.machine,
+        pd_goodput=run.goodput,
         pd_method=run.method,
         pd_setting=run.setting,
     )

@@ -15,7 +15,7 @@ from runtime.bench.bench_router import FakeRouter, plan, replica_plan
 from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
-from pdctl.cli.bench import bench
+from pdctl.cli.bench import BenchCommand, bench
 from pdctl.errors import ClusterError, PdctlError, TopologyError, UsageError
 from pdctl.runtime.bench.prompts import PromptSource
 from pdctl.runtime.bench.target import running, tokenizer_directory
@@ -24,7 +24,7 @@ from pdctl.topology.contract import Attention, Contract, Positions
 from pdctl.topology.model import Dtype, Host, Model, Role, Topology
 
 app = typer.Typer()
-app.command()(bench)
+app.command(cls=BenchCommand)(bench)
 
 QUICK = ["--input-lens", "51,66", "--output-len", "3", "--num-prompts", "2", "--num-warmups", "1"]
 
@@ -314,3 +314,26 @@ def test_a_topology_is_given_unless_folders_are_compared(arguments: list[str], s
     result = CliRunner().invoke(app, arguments)
     assert isinstance(result.exception, UsageError)
     assert says in result.exception.message
+
+
+def goodputs(*arguments: str) -> list[tuple[float | None, dict[str, float]]]:
+    result = CliRunner().invoke(app, [*arguments, "--json"])
+    assert result.exit_code == 0, result.output
+    points = json.loads(result.stdout)["points"]
+    return [(p["request_goodput"], p["pd_goodput"]) for p in points]
+
+
+def test_goodput_takes_several_objectives_after_one_option_in_any_place(
+    router: FakeRouter,
+) -> None:
+    asked = {"ttft": 60000.0, "tpot": 50000.0}
+    for words in (
+        ["studio", *QUICK, "--goodput", "ttft:60000", "tpot:50000"],
+        ["--goodput", "ttft:60000", "tpot:50000", "studio", *QUICK],
+        ["studio", "--goodput", "ttft:60000", "--goodput", "tpot:50000", *QUICK],
+    ):
+        found = goodputs(*words)
+        assert [limits for _, limits in found] == [asked] * 4
+        assert all(rate is not None and rate > 0 for rate, _ in found)
+    assert goodputs("studio", *QUICK, "--goodput", "e2el:0")[0][0] == 0
+    assert goodputs("studio", *QUICK)[0] == (None, {})

@@ -19,7 +19,7 @@ from pdctl.runtime.bench.summary import Point, floor_ms, phase_means_ms, statist
 
 VLLM_FIELDS = """date endpoint_type backend label model_id tokenizer_id num_prompts request_rate
 burstiness max_concurrency duration completed failed total_input_tokens total_output_tokens
-request_throughput output_throughput total_token_throughput
+request_throughput request_goodput output_throughput total_token_throughput
 mean_ttft_ms median_ttft_ms std_ttft_ms p99_ttft_ms mean_tpot_ms median_tpot_ms std_tpot_ms
 p99_tpot_ms mean_itl_ms median_itl_ms std_itl_ms p99_itl_ms mean_e2el_ms median_e2el_ms
 std_e2el_ms p99_e2el_ms input_lens output_lens ttfts latencies errors""".split()
@@ -28,7 +28,7 @@ pd_path pd_baseline pd_input_len pd_output_len pd_concurrency pd_rounds
 pd_rounds_asked pd_page_bytes pd_imported_tokens pd_host_bytes pd_gpu_bytes
 pd_imported_tokens_required pd_host_bytes_required pd_gpu_bytes_required pd_floor_ms
 pd_phases pd_marks pd_short_outputs pd_repeated_rounds pd_steal_max pd_load_max
-pd_versions pd_compute_dtypes pd_machine pd_method pd_setting
+pd_versions pd_compute_dtypes pd_machine pd_method pd_setting pd_goodput
 """.split()
 
 

@@ -86,7 +86,8 @@ def test_a_prompt_over_the_buffer_is_refused_before_prefill(mixed: Mixed, path: 
     check_error(response, 400, f"{BUFFER_TOKENS + 50} tokens", prefill, str(BUFFER_TOKENS))
     assert response.json()["error"]["code"] == "over_budget"
     mixed.wait("nothing in flight", mixed.idle, 10)
-    assert computed(mixed, prefill) == before
+    # where the other leg answers first, an order to release is a request of one token
+    assert computed(mixed, prefill) - before <= 1
     check_next_is_right(mixed, path)
 
 

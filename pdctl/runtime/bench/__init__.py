@@ -6,7 +6,7 @@ columns    which paths through it are measured, and what each must import
 prompts    texts of exactly n tokens, never reused
 client     one streaming request, timed; events: its stream's format
 status     the router's counters before and after
-machine    steal, load, versions
+machine    steal, load, versions; strangers: processes of others on the GPU
 measure    the order of it all
 session    one sweep, until it is done or interrupted; watch: its progress
 goodput    requests per second within the objectives

@@ -21,6 +21,8 @@ MEANINGS = {
     "text": "The greedy text is not the baseline's. Two engines may part at a near-tie; a pair "
     "should not part from its own decode engine early.",
     "steal": "The machine's owner took processor time away, also when the round was run again.",
+    "gpu": "Another process was on the GPU, from the beginning or also when the round was run "
+    "again.",
     "foreign": "Other requests went through the cluster meanwhile.",
 }
 """What each kind of mark says, for people."""
@@ -145,6 +147,13 @@ def _disturbance_marks(turns: Sequence[Turn]) -> Iterator[Mark]:
             kind="steal",
             detail=f"up to {max(stolen):.0%} of the CPU time was stolen in {len(stolen)} of "
             f"{len(turns)} rounds",
+        )
+    met = sorted({str(stranger) for turn in turns for stranger in turn.strangers})
+    if met:
+        rounds = sum(bool(turn.strangers) for turn in turns)
+        yield Mark(
+            kind="gpu",
+            detail=f"{', '.join(met)} on the GPU in {rounds} of {len(turns)} rounds",
         )
     foreign = sum(turn.moved.foreign_handoffs for turn in turns)
     if foreign:

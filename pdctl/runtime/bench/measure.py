@@ -7,7 +7,7 @@ twice; `pdctl_cache` (and a salt, for engines that have one) keeps prefix caches
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import anyio
@@ -20,6 +20,7 @@ from pdctl.runtime.bench.machine import Disturbance
 from pdctl.runtime.bench.prompts import Prompt, PromptSource
 from pdctl.runtime.bench.settings import Settings
 from pdctl.runtime.bench.status import Moved, Status, as_required, moved, not_ready
+from pdctl.runtime.bench.strangers import Stranger
 from pdctl.topology.model import Engine
 
 STEAL_BOUND = 0.05
@@ -27,6 +28,8 @@ STEAL_BOUND = 0.05
 
 MAX_REPEATS = 2
 """Times that one round is run again before it is kept and marked."""
+
+Strangers = Callable[[Status], Awaitable[frozenset[Stranger]]]
 
 _SETTLE_TRIES = 5
 _SETTLE_S = 0.1
@@ -48,6 +51,8 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     steal: float
     """Share of CPU time, 0 to 1."""
     load: float
+    strangers: frozenset[Stranger] = frozenset()
+    """Processes of others on the GPUs when it ended."""
     repeats: int = 0
     """How often the round was run before this one was kept."""
 
@@ -94,10 +99,17 @@ class Observer(Protocol):
     def note(self, sentence: str) -> None: ...
 
 
+async def nobody(status: Status) -> frozenset[Stranger]:
+    """Where no GPU is watched."""
+    return frozenset()
+
+
 class Sweep:
     """One run over `settings`' lengths and concurrencies, on columns that were all ready.
 
-    `page_bytes` None: bytes are not checked. `disturbance` is called before every turn.
+    `page_bytes` None: bytes are not checked. `disturbance` is called before every turn,
+    `strangers` after it. Who is on the GPUs from the beginning is marked, and no round is run
+    again for it.
     """
 
     def __init__(
@@ -111,6 +123,7 @@ class Sweep:
         page_bytes: int | None,
         observer: Observer,
         disturbance: Callable[[], Disturbance] = Disturbance,
+        strangers: Strangers = nobody,
     ) -> None:
         self._client = client
         self._columns = columns
@@ -120,6 +133,8 @@ class Sweep:
         self._page_bytes = page_bytes
         self._observer = observer
         self._disturbance = disturbance
+        self._strangers = strangers
+        self._residents: frozenset[Stranger] = frozenset()
 
     async def run(self, into: Results) -> None:
         """Measures every place into `into`.
@@ -132,6 +147,7 @@ class Sweep:
             reason = not_ready(into.status, column)
             if reason is not None:
                 raise PdctlError(reason, hint="see `pdctl ps` and `pdctl logs`")
+        self._residents = await self._strangers(into.status)
         for concurrency in self._settings.concurrency:
             for input_len in self._settings.input_lens:
                 place = Place(input_len, concurrency)
@@ -153,14 +169,19 @@ class Sweep:
     async def _calm_round(self, place: Place, stage: str, key: str) -> dict[str, Turn]:
         for attempt in range(MAX_REPEATS + 1):
             turns = await self._round(place, stage, f"{key}/{attempt}", repeats=attempt)
-            stolen = max(turn.steal for turn in turns.values())
-            if stolen <= STEAL_BOUND:
+            reason = self._disturbed(turns)
+            if reason is None:
                 break
             if attempt < MAX_REPEATS:
-                self._observer.note(
-                    f"{stage} again: {stolen:.0%} of the CPU time was stolen meanwhile"
-                )
+                self._observer.note(f"{stage} again: {reason} meanwhile")
         return turns
+
+    def _disturbed(self, turns: Mapping[str, Turn]) -> str | None:
+        stolen = max(turn.steal for turn in turns.values())
+        if stolen > STEAL_BOUND:
+            return f"{stolen:.0%} of the CPU time was stolen"
+        newcomers = frozenset().union(*(t.strangers for t in turns.values())) - self._residents
+        return f"{min(map(str, newcomers))} was on the GPU" if newcomers else None
 
     async def _round(
         self, place: Place, stage: str, key: str, *, repeats: int = 0
@@ -192,6 +213,7 @@ class Sweep:
             moved=await self._settled(before, column, prompts, samples),
             steal=steal,
             load=load,
+            strangers=await self._strangers(before),
             repeats=repeats,
         )
 

@@ -108,7 +108,9 @@ def remarks(points: Sequence[Point]) -> list[str]:
         if p.pd_rounds < p.pd_rounds_asked:
             lines.append(f"{cell}: {p.pd_rounds} of {p.pd_rounds_asked} rounds, then interrupted")
         if p.pd_repeated_rounds:
-            lines.append(f"{cell}: {p.pd_repeated_rounds} rounds run again for stolen CPU time")
+            lines.append(
+                f"{cell}: {p.pd_repeated_rounds} rounds run again, since something disturbed them"
+            )
         if p.pd_short_outputs:
             lines.append(
                 f"{cell}: {p.pd_short_outputs} of {p.num_prompts} answers ended before "

@@ -16,6 +16,7 @@ from pdctl.runtime.bench.measure import Results, Sweep
 from pdctl.runtime.bench.prompts import PromptSource
 from pdctl.runtime.bench.resume import setting_of
 from pdctl.runtime.bench.settings import Settings, check
+from pdctl.runtime.bench.strangers import GpuWatch
 from pdctl.runtime.bench.summary import Run
 from pdctl.runtime.bench.target import Target
 from pdctl.runtime.bench.watch import watching
@@ -26,7 +27,7 @@ METHOD = (
     "caches. The paths take turns within each round; a round of a path sends `max_concurrency` "
     "requests at once and waits for all. TTFT is the time to the first chunk with text. "
     "Imported tokens and bytes are deltas of the router's /status around each turn. Rounds with "
-    "more than 5 % CPU steal are run again, twice at most."
+    "more than 5 % CPU steal, or with a newcomer on the GPU, are run again, twice at most."
 )
 
 
@@ -66,6 +67,7 @@ async def sweep(
                 model=target.plan.model,
                 page_bytes=target.plan.page_bytes,
                 observer=observer,
+                strangers=GpuWatch(target.local_hosts).strangers,
             )
             try:
                 await run.run(results)

@@ -15,10 +15,12 @@ from pdctl.errors import PdctlError, UsageError
 from pdctl.runtime.bench.client import Client
 from pdctl.runtime.bench.columns import Column, columns
 from pdctl.runtime.bench.machine import Disturbance
-from pdctl.runtime.bench.measure import MAX_REPEATS, Place, Results, Sweep
+from pdctl.runtime.bench.measure import MAX_REPEATS, Place, Results, Strangers, Sweep, nobody
 from pdctl.runtime.bench.prompts import PromptSource
 from pdctl.runtime.bench.session import sweep
 from pdctl.runtime.bench.settings import Settings
+from pdctl.runtime.bench.status import Status
+from pdctl.runtime.bench.strangers import Stranger
 from pdctl.runtime.bench.target import Target
 
 ONE = Settings(input_lens=(51,), output_len=3, num_prompts=3, num_warmups=1)
@@ -58,6 +60,7 @@ def measure(
     settings: Settings = ONE,
     *,
     disturbance: Any = Calm,
+    strangers: Strangers = nobody,
     results: Results | None = None,
 ) -> tuple[Results, Notebook]:
     into, notebook = results or Results(), Notebook()
@@ -73,6 +76,7 @@ def measure(
                 page_bytes=PAGE_BYTES,
                 observer=notebook,
                 disturbance=disturbance,
+                strangers=strangers,
             ).run(into)
 
     anyio.run(run)
@@ -171,6 +175,46 @@ def test_steal_that_does_not_end_is_kept_after_a_bounded_number_of_rounds(
     results, _ = measure(router, prompts, settings, disturbance=Always)
     assert len(router.asked) == 2 * (MAX_REPEATS + 1)
     assert results.turns[Place(51, 1)]["d0"][0].steal == 0.5
+
+
+def hog_on(*calls: int) -> Strangers:
+    """Somebody is on the GPU at these calls, counted from 0, which is the sweep's beginning."""
+    asked: list[int] = []
+
+    async def strangers(status: Status) -> frozenset[Stranger]:
+        asked.append(1)
+        return frozenset({Stranger(9, "hog")} if len(asked) - 1 in calls else ())
+
+    return strangers
+
+
+GPU = Settings(input_lens=(51,), output_len=3, num_prompts=1, num_warmups=0)
+
+
+def test_a_round_with_a_newcomer_on_the_gpu_is_run_again(
+    router: FakeRouter, prompts: PromptSource
+) -> None:
+    results, notebook = measure(router, prompts, GPU, strangers=hog_on(2))
+    assert notebook.notes == ["round 1/1 again: hog (pid 9) was on the GPU meanwhile"]
+    for turns in results.turns[Place(51, 1)].values():
+        assert [(turn.repeats, turn.strangers) for turn in turns] == [(1, frozenset())]
+
+
+def test_a_newcomer_that_stays_is_kept_with_the_turn_after_the_last_repeat(
+    router: FakeRouter, prompts: PromptSource
+) -> None:
+    results, _ = measure(router, prompts, GPU, strangers=hog_on(*range(1, 99)))
+    turn = results.turns[Place(51, 1)]["d0"][0]
+    assert (turn.repeats, turn.strangers) == (MAX_REPEATS, {Stranger(9, "hog")})
+
+
+def test_for_who_was_on_the_gpu_from_the_beginning_no_round_is_run_again(
+    router: FakeRouter, prompts: PromptSource
+) -> None:
+    results, notebook = measure(router, prompts, GPU, strangers=hog_on(*range(99)))
+    turn = results.turns[Place(51, 1)]["d0"][0]
+    assert (turn.repeats, turn.strangers) == (0, {Stranger(9, "hog")})
+    assert notebook.notes == []
 
 
 def test_a_pair_that_is_not_ready_is_named_before_anything_is_sent(

@@ -15,6 +15,7 @@ from pdctl.runtime.bench.marks import Difference, first_difference
 from pdctl.runtime.bench.measure import Turn
 from pdctl.runtime.bench.report import markdown, table
 from pdctl.runtime.bench.status import Phase
+from pdctl.runtime.bench.strangers import Stranger
 from pdctl.runtime.bench.summary import Point, floor_ms, phase_means_ms, statistics
 
 VLLM_FIELDS = """date endpoint_type backend label model_id tokenizer_id num_prompts request_rate
@@ -128,6 +129,7 @@ def test_failed_requests_are_counted_marked_and_in_no_statistic() -> None:
         (turn(sample(prompt_tokens=67)), "prompt"),
         (turn(sample(), steal=0.2), "steal"),
         (turn(sample(), imported_tokens=-9), "restart"),
+        (turn(sample(), strangers=frozenset({Stranger(9, "hog")})), "gpu"),
     ],
 )
 def test_what_makes_a_cell_doubtful_is_marked(changed: Turn, kind: str) -> None:

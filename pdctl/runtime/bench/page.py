@@ -11,7 +11,7 @@ from pdctl.handoff.counters import PHASES
 from pdctl.runtime.bench.marks import MEANINGS
 from pdctl.runtime.bench.markup import Html, joined, tag
 from pdctl.runtime.bench.plots import key, phase_key, rest_ms, ttft_plot, waterfall
-from pdctl.runtime.bench.report import DETAILS, MARKED, matrix, remarks
+from pdctl.runtime.bench.report import MARKED, details, matrix, remarks
 from pdctl.runtime.bench.summary import Point, Run
 
 STYLE = "page.css"
@@ -165,14 +165,12 @@ def _waterfall(points: Sequence[Point]) -> Html:
 
 
 def _every(points: Sequence[Point]) -> Html:
-    rows = [[show(p) for _, show in DETAILS] for p in points]
     caption = "Medians; bytes and imported tokens per request. " + (
         f"{MARKED} marks a doubtful point, explained below."
         if any(p.pd_marks for p in points)
         else "No point is marked."
     )
-    names = [name for name, _ in DETAILS]
-    return _card(tag("p", caption, class_="faint"), _table(names, rows, left="path"))
+    return _card(tag("p", caption, class_="faint"), _table(*details(points), left="path"))
 
 
 def _table(headers: Sequence[str], rows: Sequence[Sequence[str]], left: str = "") -> Html:

@@ -15,7 +15,9 @@ from pdctl.runtime.bench.summary import Point, Run, point
 MARKED = "†"
 ABSENT = "–"
 
-DETAILS: tuple[tuple[str, Callable[[Point], str]], ...] = (
+_Detail = tuple[str, Callable[[Point], str]]
+
+_DETAILS: tuple[_Detail, ...] = (
     ("tokens", lambda p: str(p.pd_input_len)),
     ("conc.", lambda p: str(p.pd_concurrency)),
     ("path", lambda p: p.pd_path + (MARKED if p.pd_marks else "")),
@@ -26,14 +28,14 @@ DETAILS: tuple[tuple[str, Callable[[Point], str]], ...] = (
     ("TPOT ms", lambda p: _ms(p.median_tpot_ms)),
     ("E2EL ms", lambda p: _ms(p.median_e2el_ms)),
     ("out tok/s", lambda p: f"{p.output_throughput:.1f}"),
-    (
-        "goodput req/s",
-        lambda p: ABSENT if p.request_goodput is None else f"{p.request_goodput:.2f}",
-    ),
     ("imported", lambda p: f"{p.pd_imported_tokens:g}"),
     ("host bytes", lambda p: f"{p.pd_host_bytes:,.0f}"),
     ("GPU bytes", lambda p: f"{p.pd_gpu_bytes:,.0f}"),
     ("ok", lambda p: f"{p.completed}/{p.num_prompts}"),
+)
+_GOODPUT: _Detail = (
+    "goodput req/s",
+    lambda p: ABSENT if p.request_goodput is None else f"{p.request_goodput:.2f}",
 )
 
 
@@ -63,16 +65,17 @@ def table(points: Sequence[Point]) -> RenderableType:
     """For the terminal: median TTFT by length and path, then every metric, then the marks."""
     headers, rows = matrix(points)
     medians = Table(title="median TTFT (ms)", title_justify="left")
-    details = Table(title="per request, medians", title_justify="left")
+    names, cells = details(points)
+    metrics = Table(title="per request, medians", title_justify="left")
     for name in headers:
         medians.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         medians.add_row(*row)
-    for name, _ in DETAILS:
-        details.add_column(name, justify="left" if name == "path" else "right")
-    for p in points:
-        details.add_row(*(show(p) for _, show in DETAILS))
-    return Group(medians, details, *(Text(line) for line in remarks(points)))
+    for name in names:
+        metrics.add_column(name, justify="left" if name == "path" else "right")
+    for row in cells:
+        metrics.add_row(*row)
+    return Group(medians, metrics, *(Text(line) for line in remarks(points)))
 
 
 def markdown(run: Run, points: Sequence[Point]) -> str:
@@ -82,10 +85,7 @@ def markdown(run: Run, points: Sequence[Point]) -> str:
         "Median TTFT in milliseconds:",
         _markdown_table(*matrix(points)),
         "Every point (medians; bytes and imported tokens per request):",
-        _markdown_table(
-            [name for name, _ in DETAILS],
-            [[show(p) for _, show in DETAILS] for p in points],
-        ),
+        _markdown_table(*details(points)),
     ]
     lines = remarks(points)
     if lines:
@@ -95,6 +95,13 @@ def markdown(run: Run, points: Sequence[Point]) -> str:
     described = {**run.machine, **run.versions, **computes}
     parts.append("\n".join(f"- {name}: {value}" for name, value in described.items()))
     return "\n\n".join(parts) + "\n"
+
+
+def details(points: Sequence[Point]) -> tuple[list[str], list[list[str]]]:
+    """Headers and rows of the second table: a row per point, every metric; goodput where any
+    point has objectives."""
+    shown = [*_DETAILS, *([_GOODPUT] if any(p.pd_goodput for p in points) else [])]
+    return [name for name, _ in shown], [[show(p) for _, show in shown] for p in points]
 
 
 def remarks(points: Sequence[Point]) -> list[str]:

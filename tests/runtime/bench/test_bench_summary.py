@@ -164,6 +164,16 @@ def test_tables_show_the_mark_and_say_why() -> None:
     assert "- d0 computes in: float32" in text
 
 
+def test_goodput_has_a_column_only_where_it_was_asked_for() -> None:
+    points = good()
+    assert "goodput" not in markdown(RUN, points)
+    asked = [
+        msgspec.structs.replace(p, pd_goodput={"ttft": 5.0}, request_goodput=0.25) for p in points
+    ]
+    assert "goodput req/s |" in markdown(RUN, asked)
+    assert "| 0.25 |" in markdown(RUN, asked)
+
+
 def test_an_interrupted_cell_says_how_many_rounds_it_has() -> None:
     points = cells([turn(sample(), pair=False)], [turn(sample())])
     assert "- p0>d0 at 66 tokens: 1 of 2 rounds, then interrupted" in markdown(RUN, points)

@@ -28,7 +28,8 @@ against five that is where none of one side lies among the other's."""
 MUST_AGREE = ("model", "contract", "output_len", "seed")
 """Parts of the setting without which two runs did not measure the same."""
 
-_FEWEST = 3
+FEWEST = 5
+"""Samples a side; fewer could not show a change, however large."""
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,9 +102,9 @@ def compare(before: Sequence[Point], after: Sequence[Point]) -> Comparison:
 
 
 def beyond_scatter(before: Sequence[float], after: Sequence[float]) -> bool | None:
-    """Whether two samples differ by more than chance (see CHANCE); None under three samples."""
+    """Whether two samples differ by more than chance (see CHANCE); None under FEWEST a side."""
     n, m = len(before), len(after)
-    if min(n, m) < _FEWEST:
+    if min(n, m) < FEWEST:
         return None
     left, right = np.asarray(before)[:, None], np.asarray(after)[None, :]
     wins = float((left > right).sum() + 0.5 * (left == right).sum())

@@ -52,10 +52,10 @@ def test_killed_workers_fail_their_requests_by_name_and_come_back(mixed: Mixed) 
     assert cluster.replica("vd")["pid"] == processes["vd"][0].pid
     streaming.good()
 
-    writing = Request(cluster, OTHER, path="mp>vd", max_tokens=1500)
-    assert writing.begun.wait(30)
     with cluster.faults.of("write is slow"):
         receiving = sent_slowly(cluster, "mp>vd", prompt)
+        writing = Request(cluster, OTHER, path="mp>vd", max_tokens=1500)
+        assert writing.begun.wait(30)
         killed_s = time.monotonic()
         cluster.kill("vd")
         receiving.told('decode replica "vd"', since_s=killed_s)

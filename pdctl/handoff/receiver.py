@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Unpack
 
-from pdctl.errors import HandoffCancelled
+from pdctl.errors import HandoffCancelled, PeerLost
 from pdctl.handoff.arena import Bytes
 from pdctl.handoff.ending import Common, ReplicaEnd
 from pdctl.handoff.handshake import answer
@@ -120,7 +120,10 @@ class Receiver(ReplicaEnd):
             self._hand_over(inbound, link)
             return link
         patience_s = max(0.001, min(DIAL_S, inbound.remaining_s))
-        connection = self._transport.dial(address, patience_s)
+        try:
+            connection = self._transport.dial(address, patience_s)
+        except PeerLost as error:
+            raise PeerLost(f"{inbound.leg.prefill}: {error.message}") from error
         link = Link(connection, self._geometry, self._clock, self._memory)
         self._hand_over(inbound, link)
         answer(link, self._identity.key)

@@ -24,11 +24,9 @@ RECOMPUTE = 'on_failure = "recompute"'
 
 def sent_slowly(cluster: Mixed, path: str, prompt: str) -> Request:
     """A request whose pages are on their way to vd."""
-    before = cluster.replica("vd")["handoffs_active"]
+    cluster.wait("no handoff is active", lambda: cluster.replica("vd")["handoffs_active"] == 0)
     request = Request(cluster, prompt, path=path)
-    cluster.wait(
-        "the handoff is active", lambda: cluster.replica("vd")["handoffs_active"] == before + 1
-    )
+    cluster.wait("the handoff is active", lambda: cluster.replica("vd")["handoffs_active"] == 1)
     return request
 
 
@@ -47,15 +45,15 @@ def test_killed_workers_fail_their_requests_by_name_and_come_back(mixed: Mixed) 
     sending.told('replica "v', since_s=killed_s)
     assert sending.error is not None
     assert sending.error["code"] in ("replica_lost", "peer_lost")
-    Request(cluster, OTHER, path="vp>vd").told('prefill replica "vp"')
+    Request(cluster, OTHER, path="vp>vd").told("vp")
     Request(cluster, OTHER, path="mp>vd").good()
     assert cluster.replica("vd")["pid"] == processes["vd"][0].pid
     streaming.good()
 
+    writing = Request(cluster, OTHER, path="mp>vd", max_tokens=7000)
+    assert writing.begun.wait(30)
     with cluster.faults.of("write is slow"):
         receiving = sent_slowly(cluster, "mp>vd", prompt)
-        writing = Request(cluster, OTHER, path="mp>vd", max_tokens=1500)
-        assert writing.begun.wait(30)
         killed_s = time.monotonic()
         cluster.kill("vd")
         receiving.told('decode replica "vd"', since_s=killed_s)

@@ -358,6 +358,17 @@ def test_a_cancel_while_dialling_does_not_wait_for_the_dial():
         answer.set()
 
 
+def test_a_sender_that_nobody_listens_for_is_named():
+    """Decode's error is often the first that tells of a dead prefill replica."""
+    with both_ends(MemoryTransport()) as ends:
+        leg = ends.leg()
+        ends.sender.close()
+        inbound = ends.receiver.fetch(leg, [1, 2], Sink())
+        assert inbound.settled.wait(WAIT_S)
+        assert isinstance(inbound.error, PeerLost)
+        assert inbound.error.message.startswith(f"{leg.prefill}: can't reach")
+
+
 def test_one_cancel_leaves_other_handoffs_alone(stalled):
     """R19: of two handoffs between the same ends, the other one lands."""
     between_pages(stalled)

@@ -14,7 +14,7 @@ from e2e.prompts import exact_prompt
 pytestmark = pytest.mark.engine
 
 LENGTHS = (51, 64, 65, 66, 128, 129, 130, 193, 700)
-DEMO_LENGTHS = (65,)
+DEMO_LENGTHS = (51, 65, 193)
 OUTPUT_TOKENS = 16
 PAGE_TOKENS = 64
 PATH = "MLX p0>d0 beside o0"

@@ -20,7 +20,13 @@ class Request:
     """One streamed completion in a thread of its own: its answer, and when it ended."""
 
     def __init__(
-        self, cluster: Cluster, prompt: str, *, path: str | None = "p0>d0", max_tokens: int = 4
+        self,
+        cluster: Cluster,
+        prompt: str,
+        *,
+        path: str | None = "p0>d0",
+        max_tokens: int = 4,
+        **more: Any,
     ) -> None:
         self.status: int | None = None
         """None: the connection broke before one."""
@@ -36,7 +42,7 @@ class Request:
         self._response: httpx.Response | None = None
         body = {"model": "tiny", "prompt": prompt, "temperature": 0, "max_tokens": max_tokens}
         headers = {} if path is None else {"x-pdctl-path": path}
-        arguments = (cluster.url, {**body, "stream": True}, headers)
+        arguments = (cluster.url, {**body, **more, "stream": True}, headers)
         self._thread = threading.Thread(target=self._run, args=arguments, daemon=True)
         self._thread.start()
 

@@ -50,7 +50,7 @@ def test_killed_workers_fail_their_requests_by_name_and_come_back(mixed: Mixed) 
     assert cluster.replica("vd")["pid"] == processes["vd"][0].pid
     streaming.good()
 
-    writing = Request(cluster, OTHER, path="mp>vd", max_tokens=7000)
+    writing = Request(cluster, OTHER, path="mp>vd", max_tokens=7000, ignore_eos=True)
     assert writing.begun.wait(30)
     with cluster.faults.of("write is slow"):
         receiving = sent_slowly(cluster, "mp>vd", prompt)

@@ -123,7 +123,8 @@ class Receiver(ReplicaEnd):
         try:
             connection = self._transport.dial(address, patience_s)
         except PeerLost as error:
-            raise PeerLost(f"{inbound.leg.prefill}: {error.message}") from error
+            said = f"{inbound.leg.prefill}: {error.message}"
+            raise PeerLost(said, hint=error.hint) from error
         link = Link(connection, self._geometry, self._clock, self._memory)
         self._hand_over(inbound, link)
         answer(link, self._identity.key)

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from ports import free_port
 
 from pdctl.topology.model import Host
 
@@ -45,7 +46,7 @@ class Machine:
     ) -> None:
         self.name = name
         self.address = address
-        self.port = _free_port()
+        self.port = free_port()
         self.inside = inside
         self.home = folder / name
         self.state_home = self.home / "state"
@@ -250,11 +251,6 @@ def _penalises() -> bool:
     words = subprocess.run([_sshd(), "-V"], capture_output=True, text=True).stderr
     version = re.search(r"OpenSSH_(\d+)\.(\d+)", words)
     return version is not None and (int(version[1]), int(version[2])) >= (9, 8)
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def _run(*argv: str, env: Mapping[str, str] | None = None) -> None:

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 from cli.shell import TIMEOUT_S, Shell
-from runtime.clusters import free_port
+from ports import free_port
 
 from pdctl.runtime.machine import process
 

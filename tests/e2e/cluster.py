@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
+from ports import free_port
 
 PDCTL = Path(sys.executable).with_name("pdctl")
 OPENBLAS = Path("/usr/lib/x86_64-linux-gnu/libopenblas.so.0")
@@ -27,12 +27,6 @@ def engine_env() -> dict[str, str]:
     if not OPENBLAS.exists():
         return {}
     return {"LD_PRELOAD": str(OPENBLAS), "OPENBLAS_NUM_THREADS": "1"}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def topology_text(

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from e2e.cluster import ENGINE_PYTHON, Cluster, engine_env, free_port
+from e2e.cluster import ENGINE_PYTHON, Cluster, engine_env
 from e2e.data_link import DataLink
 from e2e.faults import Request
+from ports import free_port
 from runtime.fleet import own_address
 from sshd import Machines
 

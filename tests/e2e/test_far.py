@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from e2e.cluster import free_port, text_of
+from e2e.cluster import text_of
 from e2e.over_ssh import OverSsh, processes, replica_table
 from e2e.prompts import exact_prompt
 from e2e.test_life import Load, text
+from ports import free_port
 from runtime.fleet import own_address
 from sshd import Machines, machines
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-import socket
 import subprocess
 from pathlib import Path
 from types import TracebackType
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 from engines.replicas import Process
+from ports import free_port
 
 from pdctl.engines.interface import Command
 from pdctl.engines.vllm.spec import VllmSpec
@@ -71,7 +71,7 @@ class VllmProcess(Process):
             timeout_s=timeout_s,
             env=env,
         )
-        self._port = _free_port()
+        self._port = free_port()
         self._on_failure = on_failure
         self._plan = ReplicaPlan(
             name=name,
@@ -152,13 +152,6 @@ class VllmProcess(Process):
             replicas=(self._plan,),
             pairs=(),
         )
-
-
-def _free_port() -> int:
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        port: int = bound.getsockname()[1]
-        return port
 
 
 def _signal(group: int, number: int) -> None:

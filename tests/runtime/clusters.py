@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import socket
 import sys
 import time
 import uuid
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import anyio
 import msgspec
+from ports import free_port
 
 from pdctl.engines.channel import RUN_ENV, MemberState
 from pdctl.engines.interface import Command
@@ -29,12 +29,6 @@ from pdctl.topology.model import Dtype, Topology
 from pdctl.topology.plan import derive
 
 DOUBLE = Path(__file__).with_name("double.py")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def wrapper(folder: Path) -> Path:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import random
 import socket
 import threading
 from collections.abc import Callable
@@ -11,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from ports import free_port
 from runtime.checks.pair import pair_text
 from runtime.fleet import Fleet
 from tiny import make_checkpoint
@@ -51,17 +50,6 @@ def topology(model: Path, *, data_port: int, encrypt: bool = False) -> str:
     return text + (table + decode).replace("d0", "d1").replace("studio", "gpu1")
 
 
-def free_port() -> int:
-    """A port that is free, as the next ones are, below those that the system hands out: other
-    tests on this machine take one of those at any moment."""
-    for port in random.Random().sample(range(10_000, 19_990), 100):
-        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
-            for near in range(port, port + 5):
-                stack.enter_context(socket.create_server(("127.0.0.1", near)))
-            return port
-    raise AssertionError("no five ports in a row are free")
-
-
 Examine = Callable[..., Findings]
 
 
@@ -82,7 +70,7 @@ def test_a_fleet_that_fits(model: Path, fleet: Fleet, examine: Examine) -> None:
     """Every host with its versions and free things; every pair, far and near, with its round
     trip and its measured speed."""
     fleet["gpu1"].round_trip_s, fleet["gpu1"].clock_offset_s = 0.0015, -0.25
-    port = free_port()
+    port = free_port(run=5)
     found = examine(topology(model, data_port=port))
     assert found.fit, found.diagnostics
     assert exit_code(found) == 0
@@ -116,7 +104,7 @@ def test_a_closed_link_comes_with_what_opens_and_what_tests_it(
 ) -> None:
     """U30: the exact commands; the other pair is still measured; exit code 4."""
     fleet["studio"].walled = True
-    port = free_port()
+    port = free_port(run=5)
     found = examine(topology(model, data_port=port))
     closed, near = found.pairs
     assert (closed.tried, closed.error) == (True, "no answer within 2 s")
@@ -134,7 +122,7 @@ def test_a_closed_link_comes_with_what_opens_and_what_tests_it(
 def test_an_unreachable_host_leaves_the_others(model: Path, fleet: Fleet, examine: Examine) -> None:
     """Its pairs say so, without being dialled; the rest is examined."""
     fleet["studio"].lost_at = "facts"
-    found = examine(topology(model, data_port=free_port()))
+    found = examine(topology(model, data_port=free_port(run=5)))
     assert [host.error for host in found.hosts] == [None, None, 'host "studio": it is away']
     assert [pair.error for pair in found.pairs] == ["host studio can't be reached", None]
     assert [pair.tried for pair in found.pairs] == [False, True]
@@ -147,7 +135,7 @@ def test_a_running_cluster_is_tried_beside_its_own_port(
     model: Path, fleet: Fleet, examine: Examine
 ) -> None:
     """Its data port is taken by itself: a free one near it is used, and that is said."""
-    port = free_port()
+    port = free_port(run=5)
     with socket.create_server(("127.0.0.1", port)):
         fleet["gpu1"].listening = [port, port + 1]
         found = examine(topology(model, data_port=port), runs=True)
@@ -168,7 +156,7 @@ def test_what_is_closed_beside_a_running_sender_is_no_fault(
 ) -> None:
     """A firewall that opens the data port alone is right: the pair is open, and not measured.
     Where that port is closed too, it is the one that is named."""
-    port = free_port()
+    port = free_port(run=5)
     beside = frozenset(range(port + 1, port + 100))
     fleet["studio"].closed_ports = beside if open_itself else beside | {port}
     with socket.create_server(("127.0.0.1", port)) as sender:
@@ -213,7 +201,7 @@ def test_it_says_what_the_data_plane_is(
     encrypt: bool, words: str, model: Path, fleet: Fleet, examine: Examine
 ) -> None:
     """Which is what is measured, too."""
-    found = examine(topology(model, data_port=free_port(), encrypt=encrypt))
+    found = examine(topology(model, data_port=free_port(run=5), encrypt=encrypt))
     assert found.encrypt is encrypt
     assert found.data_plane is not None
     assert found.data_plane.startswith(words)
@@ -223,6 +211,6 @@ def test_it_says_what_the_data_plane_is(
 
 def test_warnings_do_not_make_it_unfit(model: Path, fleet: Fleet, examine: Examine) -> None:
     fleet["studio"].facts = {"disk_free_bytes": 10**8}
-    found = examine(topology(model, data_port=free_port()))
+    found = examine(topology(model, data_port=free_port(run=5)))
     assert [d.code for d in found.diagnostics] == ["host.disk"]
     assert exit_code(found) == 0

@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
+from ports import free_port
 from runtime.checks.pair import pair_text
 from runtime.fleet import own_address
 from sshd import Machines, machines
@@ -52,17 +53,12 @@ def topology(address: str, *, router: str = "local", model: str = "~/models/tiny
     return pair_text(
         *("over-ssh", "~/models/tiny"),
         address=address,
-        bind=f"127.0.0.1:{_free_port()}",
+        bind=f"127.0.0.1:{free_port()}",
         router=f'host = "{router}"',
         studio="studio",
         python=sys.executable,
         prefill_model=model,
     )
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 class Pdctl:

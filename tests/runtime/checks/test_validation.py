@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from ports import free_port
 from safetensors.numpy import load_file, save_file
 from tiny import make_checkpoint
 
@@ -65,12 +66,6 @@ class FakeHost(LocalHost):
         if isinstance(answer, Completed):
             return answer
         return Completed(returncode=0, stdout=msgspec.json.encode(answer), stderr=b"")
-
-
-def free_port() -> int:
-    with socket.socket() as trial:
-        trial.bind(("127.0.0.1", 0))
-        return int(trial.getsockname()[1])
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ import msgspec
 import psutil
 import pytest
 import sshd
-from runtime.clusters import free_port
+from ports import free_port
 
 from pdctl import __version__
 from pdctl.engines.channel import RUN_ENV

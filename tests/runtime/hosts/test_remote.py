@@ -16,7 +16,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from runtime.clusters import free_port, start_agent, sweep, written
+from ports import free_port
+from runtime.clusters import start_agent, sweep, written
 from tiny import make_checkpoint
 
 from pdctl import __version__

@@ -11,7 +11,8 @@ from typing import Any
 import anyio
 import msgspec
 import pytest
-from runtime.clusters import answering, free_port, reach, start_agent, sweep, written
+from ports import free_port
+from runtime.clusters import answering, reach, start_agent, sweep, written
 from runtime.nearby import NearbyHost
 
 from pdctl.engines.channel import RUN_ENV

@@ -18,6 +18,7 @@ from pdctl.runtime.bench.compare import compare as compare_runs
 from pdctl.runtime.bench.compare import comparison_table, newest_run
 from pdctl.runtime.bench.folder import save_points, save_report, writable
 from pdctl.runtime.bench.goodput import objectives
+from pdctl.runtime.bench.links import Link, measure_links
 from pdctl.runtime.bench.measure import Place, Results
 from pdctl.runtime.bench.prompts import PromptSource
 from pdctl.runtime.bench.report import points_of, table
@@ -32,6 +33,7 @@ from pdctl.runtime.bench.settings import (
 )
 from pdctl.runtime.bench.summary import Point, Run
 from pdctl.runtime.bench.target import Target, running, tokenizer_directory
+from pdctl.runtime.hosts.reach import Hosts
 
 INTERRUPTED = 130
 GOODPUT = "--goodput"
@@ -172,10 +174,10 @@ def _measure(
 ) -> None:
     """Runs the sweep; whatever it measured is shown and saved, however it ended."""
     date = before.date or time.strftime("%Y%m%d-%H%M%S")
-    paths = columns(target.plan)
+    paths, links = columns(target.plan), _links(target)
 
     def measured(results: Results) -> tuple[Run, tuple[Point, ...]]:
-        run = run_of(target, settings, results, date)
+        run = run_of(target, settings, results, date, links)
         return run, points_of(run, paths, results, prompts.answer_ids)
 
     def finished(results: Results, place: Place) -> None:
@@ -198,6 +200,15 @@ def _measure(
         for path in saved:
             stderr.print(f"wrote {path}")
     _end(points, results, failure, target.plan.cluster)
+
+
+def _links(target: Target) -> dict[str, Link]:
+    """Says of which pairs nothing is known: their floors are prefill's alone."""
+    with Hosts(target.topology.hosts) as hosts:
+        links = measure_links(target, hosts)
+    for sentence in links.missing:
+        render.stderr().print(sentence, markup=False, highlight=False, soft_wrap=True)
+    return links.found
 
 
 def _end(

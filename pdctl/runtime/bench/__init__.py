@@ -1,7 +1,7 @@
 """The prompt-length sweep (DESIGN §8): each engine alone against every P/D pair.
 
 settings   what was asked, checked before anything is sent
-target     the running cluster
+target     the running cluster; links: what its pairs' links carry
 columns    which paths through it are measured, and what each must import
 prompts    texts of exactly n tokens, never reused
 client     one streaming request, timed; events: its stream's format

@@ -11,7 +11,7 @@ from pdctl.handoff.counters import PHASES
 from pdctl.runtime.bench.marks import MEANINGS
 from pdctl.runtime.bench.markup import Html, joined, tag
 from pdctl.runtime.bench.plots import key, phase_key, rest_ms, ttft_plot, waterfall
-from pdctl.runtime.bench.report import MARKED, details, matrix, remarks
+from pdctl.runtime.bench.report import MARKED, details, link_words, matrix, remarks
 from pdctl.runtime.bench.summary import Point, Run
 
 STYLE = "page.css"
@@ -45,7 +45,7 @@ def page(run: Run, points: Sequence[Point]) -> str:
         _section("Median TTFT in milliseconds", _card(_table(*matrix(points)))),
         _section("Every point", _every(points)),
         _section("What is doubtful", _doubts(points)),
-        _section("How it was measured", _method(run)),
+        _section("How it was measured", _method(run, points)),
     )
     return f"{head}{tag('main', shown)}\n</body>\n</html>\n"
 
@@ -121,12 +121,17 @@ def _plot(points: Sequence[Point], lanes: int, paths: Sequence[str]) -> Html:
     for number, path in enumerate(paths):
         keys.append(key(number, path))
         if path in floors:
-            keys.append(key(number, f"{path}: floor (its prefill alone)", floor=True))
+            keys.append(key(number, f"{path}: floor", floor=True))
     return _card(
         tag("h3", f"Median TTFT, {_at_once(lanes)}"),
         tag("div", drawn, class_="plot"),
         tag("ul", *keys, class_="keys"),
-        tag("p", "Both axes are logarithmic. A hollow marker is doubtful.", class_="faint"),
+        tag(
+            "p",
+            "Both axes are logarithmic. A hollow marker is doubtful. A pair's floor is its prefill "
+            "engine alone, or its bytes over its link, whichever takes longer.",
+            class_="faint",
+        ),
     )
 
 
@@ -206,9 +211,11 @@ def _doubts(points: Sequence[Point]) -> Html:
     )
 
 
-def _method(run: Run) -> Html:
+def _method(run: Run, points: Sequence[Point]) -> Html:
     computes = {f"{name} computes in": dtype for name, dtype in run.compute_dtypes.items()}
-    described = {**run.machine, **run.versions, **computes}
+    linked = [p for p in points if p.pd_link_bytes_per_s is not None]
+    links = {f"link of {p.pd_path}": link_words(p) for p in linked}
+    described = {**run.machine, **run.versions, **computes, **links}
     entries = [
         tag("div", tag("dt", name.replace("_", " ")), tag("dd", str(value)))
         for name, value in described.items()

@@ -24,6 +24,10 @@ _DETAILS: tuple[_Detail, ...] = (
     ("TTFT ms", lambda p: _ms(p.median_ttft_ms)),
     ("p95", lambda p: _ms(p.p95_ttft_ms)),
     ("floor", lambda p: _ms(p.pd_floor_ms)),
+    (
+        "over local",
+        lambda p: ABSENT if p.pd_over_local_ms is None else f"{p.pd_over_local_ms:+.1f}",
+    ),
     ("ITL ms", lambda p: _ms(p.median_itl_ms)),
     ("TPOT ms", lambda p: _ms(p.median_tpot_ms)),
     ("E2EL ms", lambda p: _ms(p.median_e2el_ms)),
@@ -75,7 +79,8 @@ def table(points: Sequence[Point]) -> RenderableType:
         metrics.add_column(name, justify="left" if name == "path" else "right")
     for row in cells:
         metrics.add_row(*row)
-    return Group(medians, metrics, *(Text(line) for line in remarks(points)))
+    lines = [*link_lines(points), *remarks(points)]
+    return Group(medians, metrics, *(Text(line) for line in lines))
 
 
 def markdown(run: Run, points: Sequence[Point]) -> str:
@@ -87,7 +92,7 @@ def markdown(run: Run, points: Sequence[Point]) -> str:
         "Every point (medians; bytes and imported tokens per request):",
         _markdown_table(*details(points)),
     ]
-    lines = remarks(points)
+    lines = [*link_lines(points), *remarks(points)]
     if lines:
         parts.append("\n".join(f"- {line}" for line in lines))
     parts.append(f"Method: {run.method}")
@@ -124,6 +129,18 @@ def remarks(points: Sequence[Point]) -> list[str]:
                 f"{p.pd_output_len} tokens"
             )
     return lines
+
+
+def link_lines(points: Sequence[Point]) -> list[str]:
+    """One sentence per pair whose link was measured."""
+    measured = {p.pd_path: p for p in points if p.pd_link_bytes_per_s is not None}
+    return [f"link of {path}: {link_words(p)}" for path, p in measured.items()]
+
+
+def link_words(p: Point) -> str:
+    speed = f"{(p.pd_link_bytes_per_s or 0.0) / 1e6:,.0f} MB/s"
+    trip = p.pd_link_round_trip_ms
+    return speed if trip is None else f"{speed}, round trip {trip:.3g} ms"
 
 
 def _turns_of(path: str | None, cells: Mapping[str, list[Turn]]) -> list[Turn]:

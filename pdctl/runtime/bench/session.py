@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Mapping
 
 import aiohttp
 import anyio
@@ -11,6 +12,7 @@ from rich.console import Console
 from pdctl.errors import PdctlError
 from pdctl.runtime.bench.client import Client
 from pdctl.runtime.bench.columns import Column, columns
+from pdctl.runtime.bench.links import Link
 from pdctl.runtime.bench.machine import machine, versions
 from pdctl.runtime.bench.measure import Results, Sweep
 from pdctl.runtime.bench.prompts import PromptSource
@@ -26,8 +28,10 @@ METHOD = (
     "prompts of exactly the asked number of tokens, sent once per path, kept out of prefix "
     "caches. The paths take turns within each round; a round of a path sends `max_concurrency` "
     "requests at once and waits for all. TTFT is the time to the first chunk with text. "
-    "Imported tokens and bytes are deltas of the router's /status around each turn. Rounds with "
-    "more than 5 % CPU steal, or with a newcomer on the GPU, are run again, twice at most."
+    "A pair's floor is its prefill engine alone, or its bytes over the link as measured before the "
+    "sweep, whichever is longer. Imported tokens and bytes are deltas of the router's /status "
+    "around each turn. Rounds with more than 5 % CPU steal, or with a newcomer on the GPU, are run "
+    "again, twice at most."
 )
 
 
@@ -79,7 +83,9 @@ async def sweep(
     return paths
 
 
-def run_of(target: Target, settings: Settings, results: Results, date: str) -> Run:
+def run_of(
+    target: Target, settings: Settings, results: Results, date: str, links: Mapping[str, Link]
+) -> Run:
     """What every point of one sweep says of the cluster, the machine and the method."""
     plan = target.plan
     engines = {} if results.status is None else results.status.versions
@@ -97,6 +103,7 @@ def run_of(target: Target, settings: Settings, results: Results, date: str) -> R
         method=METHOD,
         setting=setting_of(plan, settings),
         goodput=settings.goodput,
+        links=dict(links),
     )
 
 

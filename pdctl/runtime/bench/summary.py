@@ -12,8 +12,9 @@ import msgspec
 import numpy as np
 
 from pdctl.runtime.bench.client import Sample
-from pdctl.runtime.bench.columns import Column, required
+from pdctl.runtime.bench.columns import Column, Required, required
 from pdctl.runtime.bench.goodput import request_goodput
+from pdctl.runtime.bench.links import Link
 from pdctl.runtime.bench.marks import Mark, marks_of
 from pdctl.runtime.bench.measure import Place, Turn
 
@@ -99,9 +100,16 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     pd_host_bytes_required: int | None
     pd_gpu_bytes_required: int | None
     pd_floor_ms: float | None
-    """Median TTFT of a pair's prefill engine alone, which the pair cannot be under: its link is
-    taken to be without limit. Where that engine answers nothing alone, the mean of the pair's
-    own prefill phase. None for an engine alone."""
+    """What a pair's TTFT cannot be under: its prefill engine alone, or the pages' bytes over the
+    measured link, whichever takes longer, since pages travel while prefill computes. Of the
+    first the median TTFT; where that engine answers nothing alone, the mean of the pair's own
+    prefill phase. The second is left out where no link was measured. None for an engine alone."""
+    pd_over_local_ms: float | None = None
+    """Median TTFT of a pair less that of `pd_baseline`: what its user waits longer than without
+    a handoff, negative where the pair is sooner. None for an engine alone."""
+    pd_link_bytes_per_s: float | None = None
+    """Of a pair's link, measured before the sweep; None where it was not."""
+    pd_link_round_trip_ms: float | None = None
     pd_phases: dict[str, float]
     """Mean milliseconds per phase of the handoff."""
     pd_marks: tuple[Mark, ...]
@@ -138,6 +146,8 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     method: str
     setting: Setting
     goodput: dict[str, float] = {}
+    links: dict[str, Link] = {}
+    """By path."""
 
 
 def point(
@@ -156,6 +166,7 @@ def point(
     duration = sum(turn.duration_s for turn in turns)
     inputs, outputs = place.input_len * len(good), sum(s.output_tokens for s in good)
     need = required(column, place.input_len, run.page_bytes)
+    link = run.links.get(column.path)
     return Point(
         date=run.date,
         label=f"{run.cluster} {column.path}",
@@ -192,7 +203,10 @@ def point(
         pd_imported_tokens_required=need.imported_tokens,
         pd_host_bytes_required=need.host_bytes,
         pd_gpu_bytes_required=need.gpu_bytes,
-        pd_floor_ms=floor_ms(column, turns, prefill_alone),
+        pd_floor_ms=floor_ms(column, turns, prefill_alone, need, link),
+        pd_over_local_ms=over_local_ms(column, turns, baseline),
+        pd_link_bytes_per_s=None if link is None else link.bytes_per_s,
+        pd_link_round_trip_ms=None if link is None else link.round_trip_ms,
         pd_phases=phase_means_ms(turns),
         pd_marks=marks_of(place, column, turns, baseline, need, tokenise),
         pd_short_outputs=sum(s.output_tokens < run.output_len for s in good),
@@ -223,13 +237,29 @@ def statistics(samples: Sequence[Sample]) -> dict[str, Any]:
     }
 
 
-def floor_ms(column: Column, turns: Sequence[Turn], prefill_alone: Sequence[Turn]) -> float | None:
-    """As `Point.pd_floor_ms` says."""
+def floor_ms(
+    column: Column,
+    turns: Sequence[Turn],
+    prefill_alone: Sequence[Turn],
+    need: Required,
+    link: Link | None,
+) -> float | None:
+    """As `Point.pd_floor_ms` says; `need` is what one prompt moves."""
     if not column.is_pair:
         return None
-    good = [sample for turn in prefill_alone for sample in turn.samples if sample.ok]
-    alone: float | None = statistics(good)["median_ttft_ms"]
-    return phase_means_ms(turns).get("prefill") if alone is None else alone
+    alone = _median_ttft_ms(prefill_alone)
+    computing = phase_means_ms(turns).get("prefill") if alone is None else alone
+    moved = sum(n for n in (need.host_bytes, need.gpu_bytes) if n is not None)
+    travelling = None if link is None else moved / link.bytes_per_s * 1000
+    return max((ms for ms in (computing, travelling) if ms is not None), default=None)
+
+
+def over_local_ms(column: Column, turns: Sequence[Turn], baseline: Sequence[Turn]) -> float | None:
+    """As `Point.pd_over_local_ms` says."""
+    own, local = _median_ttft_ms(turns), _median_ttft_ms(baseline)
+    if not column.is_pair or own is None or local is None:
+        return None
+    return own - local
 
 
 def phase_means_ms(turns: Iterable[Turn]) -> dict[str, float]:
@@ -240,6 +270,11 @@ def phase_means_ms(turns: Iterable[Turn]) -> dict[str, float]:
             counts[name] = counts.get(name, 0) + phase.count
             sums[name] = sums.get(name, 0.0) + phase.sum_s
     return {name: sums[name] / counts[name] * 1000 for name in counts}
+
+
+def _median_ttft_ms(turns: Sequence[Turn]) -> float | None:
+    good = [s.ttft_s for turn in turns for s in turn.samples if s.ok and s.ttft_s is not None]
+    return _statistics_ms(good)[STATISTICS.index("median")]
 
 
 def _statistics_ms(seconds: Sequence[float]) -> tuple[float | None, ...]:

@@ -8,6 +8,7 @@ import msgspec
 
 from pdctl.errors import ClusterError, UsageError
 from pdctl.runtime.cluster.state import resolve
+from pdctl.topology.model import Topology
 from pdctl.topology.plan import Plan
 
 
@@ -15,6 +16,8 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     """A running cluster, as a sweep needs to know it."""
 
     plan: Plan
+    topology: Topology
+    """What runs, as it was declared."""
     url: str
     """The router's, without a slash at the end."""
     api_key: str | None = None
@@ -43,6 +46,7 @@ def running(name: str) -> Target:
     hosts = record.topology.hosts.values()
     return Target(
         plan=record.plan,
+        topology=record.topology,
         url=(record.url or router_url(record.plan.router_bind)).rstrip("/"),
         api_key=state.read_api_key(),
         local_hosts=frozenset(host.name for host in hosts if host.ssh is None),

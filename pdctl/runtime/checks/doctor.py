@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import msgspec
 
 from pdctl.errors import HostError, PdctlError
-from pdctl.runtime.checks import links, machines, network
+from pdctl.runtime.checks import links, machines, network, speeds
 from pdctl.runtime.checks.findings import EngineFound, Findings, HostFound, PairFound, PortFound
 from pdctl.runtime.checks.ground import Ground
 from pdctl.runtime.checks.models import Models
@@ -19,11 +19,6 @@ from pdctl.runtime.checks.routes import check_routes
 from pdctl.runtime.machine.ports import wanted_bindings
 from pdctl.topology.diagnostics import Diagnostic, Report
 from pdctl.topology.plan import Plan, derive
-
-MEASURE_BYTES = 64 << 20
-"""Per pair; or as much as comes within two seconds."""
-PORTS_BESIDE = 64
-"""How far from a data port that is taken by its own cluster another one is looked for."""
 
 
 def of_bad_file(report: Report, cluster: str | None) -> Findings:
@@ -153,46 +148,20 @@ def _pairs(
 ) -> tuple[list[PairFound], list[Diagnostic]]:
     """Every pair, tried at once; those that work are then measured one after another."""
     ground.watcher.step("dialling every pair")
-    trials = [_beside(ground, trial, plan, listening) for trial in links.trials_of(plan)]
+    trials = [speeds.beside(ground, trial, plan, listening) for trial in links.trials_of(plan)]
     able = [trial for trial in trials if trial.sender.name not in mute]
     tried = {t.trial.pair.path: t for t in links.try_links(ground, able)}
     found, refusals = [], []
     for trial in trials:
-        one = _measured(ground, trial, tried.get(trial.pair.path))
+        one = speeds.measured(ground, trial, tried.get(trial.pair.path))
         if one is not None and one.dialled.error is not None:
             refusals.append(links.refusal(ground, one))
         found.append(_pair(ground, trial, one))
     return found, refusals
 
 
-def _measured(ground: Ground, trial: links.Trial, tried: links.Tried | None) -> links.Tried | None:
-    """With the link's speed where it works. What is closed beside a running sender's own port
-    counts only where that one is closed too."""
-    if tried is None:
-        return None
-    if tried.dialled.error is None:
-        return links.try_link(ground, trial, measure_bytes=MEASURE_BYTES)
-    if trial.port == trial.sender.data_port:
-        return tried
-    return links.try_own_port(ground, trial)
-
-
-def _beside(
-    ground: Ground, trial: links.Trial, plan: Plan, listening: Mapping[str, frozenset[int]]
-) -> links.Trial:
-    """At a free port near the data port, where the running cluster has that one itself."""
-    if not links.is_own(ground, trial):
-        return trial
-    host = trial.sender.host
-    planned = {r.data_port for r in plan.replicas} | {r.http_port for r in plan.replicas}
-    taken = listening.get(host, frozenset()) | planned | ground.own_ports(host)
-    last = min(trial.port + PORTS_BESIDE, 65535)
-    free = [port for port in range(trial.port + 1, last + 1) if port not in taken]
-    return msgspec.structs.replace(trial, port=free[0]) if free else trial
-
-
 def _pair(ground: Ground, trial: links.Trial, tried: links.Tried | None) -> PairFound:
-    own, beside = trial.sender.data_port, trial.port
+    own, beside = trial.sender.sender_port, trial.port
     note = None
     if beside != own:
         note = f"port {own} is in use by this cluster itself; tried beside it at {beside}"

@@ -65,12 +65,13 @@ def turn(*samples: Sample, pair: bool = True, **changes: object) -> Turn:
     )
 
 
-def cells(alone: list[Turn], pair: list[Turn]) -> tuple[Point, Point]:
+def cells(alone: list[Turn], pair: list[Turn], run: Run = RUN) -> tuple[Point, Point]:
     results = Results()
     results.turns[PLACE] = {"d0": alone, "p0>d0": pair}
-    first, second = points_of(RUN, (ALONE, PAIR), results, words)
+    first, second = points_of(run, (ALONE, PAIR), results, words)
     return first, second
 
 
-def good() -> tuple[Point, Point]:
-    return cells([turn(sample(), pair=False)] * 2, [turn(sample()), turn(sample(ttft_s=2.0))])
+def good(run: Run = RUN) -> tuple[Point, Point]:
+    pair = [turn(sample()), turn(sample(ttft_s=2.0))]
+    return cells([turn(sample(), pair=False)] * 2, pair, run)

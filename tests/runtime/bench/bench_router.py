@@ -10,7 +10,17 @@ from typing import Any
 
 from aiohttp import web
 
-from pdctl.topology.model import ComputeDtype, Dtype, Engine, Replica, Role, Transport
+from pdctl.topology.model import (
+    ComputeDtype,
+    Dtype,
+    Engine,
+    Host,
+    Model,
+    Replica,
+    Role,
+    Topology,
+    Transport,
+)
 from pdctl.topology.plan import PairPlan, Plan, ReplicaPlan
 
 PAGE_BYTES = 4096
@@ -53,6 +63,16 @@ def plan(
             PairPlan(prefill=p, decode=d, transport=Transport.TCP, reason="host pages")
             for p, d in pairs
         ),
+    )
+
+
+def topology(planned: Plan | None = None, ssh: str | None = None) -> Topology:
+    """What `planned` was derived from."""
+    return Topology(
+        name="studio",
+        model=Model(name="tiny", context_length=CONTEXT),
+        hosts={"local": Host(name="local", ssh=ssh)},
+        replicas=tuple(replica.declared for replica in (planned or plan()).replicas),
     )
 
 

@@ -11,7 +11,7 @@ import pytest
 import typer
 from anyio.from_thread import start_blocking_portal
 from click.testing import Result
-from runtime.bench.bench_router import FakeRouter, plan, replica_plan
+from runtime.bench.bench_router import FakeRouter, plan, replica_plan, topology
 from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
@@ -21,7 +21,7 @@ from pdctl.runtime.bench.prompts import PromptSource
 from pdctl.runtime.bench.target import running, tokenizer_directory
 from pdctl.runtime.cluster.state import ClusterRecord, StateDir
 from pdctl.topology.contract import Attention, Contract, Positions
-from pdctl.topology.model import Dtype, Host, Model, Role, Topology
+from pdctl.topology.model import Dtype, Role
 
 app = typer.Typer()
 app.command(cls=BenchCommand)(bench)
@@ -39,12 +39,7 @@ def record(
         phase=phase,
         created_at=0.0,
         topology_path="/elsewhere.toml",
-        topology=Topology(
-            name="studio",
-            model=Model(name="tiny", context_length=1024),
-            hosts={"local": Host(name="local", ssh=ssh)},
-            replicas=tuple(replica.declared for replica in planned.replicas),
-        ),
+        topology=topology(planned, ssh),
         plan=planned,
         contract=Contract(
             weights="w",

@@ -9,7 +9,7 @@ import aiohttp
 import anyio
 import pytest
 from rich.console import Console
-from runtime.bench.bench_router import CONTEXT, PAGE_BYTES, FakeRouter, plan
+from runtime.bench.bench_router import CONTEXT, PAGE_BYTES, FakeRouter, plan, topology
 
 from pdctl.errors import PdctlError, UsageError
 from pdctl.runtime.bench.client import Client
@@ -251,7 +251,9 @@ def run_session(
 
     async def run() -> None:
         async with router.serving() as url:
-            await sweep(Target(plan=plan(), url=url), settings, prompts, results, out)
+            await sweep(
+                Target(plan=plan(), topology=topology(), url=url), settings, prompts, results, out
+            )
 
     anyio.run(run)
     return out.file.getvalue()  # type: ignore[attr-defined, no-any-return]

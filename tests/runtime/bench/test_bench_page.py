@@ -155,7 +155,7 @@ async def test_it_opens_from_a_file_and_fits_the_screen(
         await tab.open(file.as_uri())
         assert await tab.value("document.documentElement.scrollWidth") <= width
         assert await tab.value("getComputedStyle(document.body).maxWidth") != "none"
-        assert "floor (its prefill alone)" in await tab.text()
+        assert "p0>d0: floor" in await tab.text()
         assert tab.logged == []
         if folder := os.environ.get(PICTURES_ENV):
             shade = "dark" if dark else "light"

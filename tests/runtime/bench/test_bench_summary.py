@@ -11,6 +11,8 @@ from rich.console import Console
 from runtime.bench.bench_points import PAIR, RUN, cells, good, sample, turn, words
 from runtime.bench.bench_router import PAGE_BYTES
 
+from pdctl.runtime.bench.columns import required
+from pdctl.runtime.bench.links import Link
 from pdctl.runtime.bench.marks import Difference, first_difference
 from pdctl.runtime.bench.measure import Turn
 from pdctl.runtime.bench.report import markdown, table
@@ -29,7 +31,8 @@ pd_path pd_baseline pd_input_len pd_output_len pd_concurrency pd_rounds
 pd_rounds_asked pd_page_bytes pd_imported_tokens pd_host_bytes pd_gpu_bytes
 pd_imported_tokens_required pd_host_bytes_required pd_gpu_bytes_required pd_floor_ms
 pd_phases pd_marks pd_short_outputs pd_repeated_rounds pd_steal_max pd_load_max
-pd_versions pd_compute_dtypes pd_machine pd_method pd_setting pd_goodput
+pd_versions pd_compute_dtypes pd_machine pd_method pd_setting pd_goodput pd_over_local_ms
+pd_link_bytes_per_s pd_link_round_trip_ms
 """.split()
 
 
@@ -73,9 +76,26 @@ def test_a_pairs_floor_is_its_prefill_engine_alone() -> None:
     assert (alone.pd_floor_ms, pair.pd_floor_ms) == (None, 1000.0)
 
 
+@pytest.mark.parametrize(("bytes_per_s", "floor"), [(4096.0, 2000.0), (40960.0, 1000.0)])
+def test_a_link_that_is_slower_than_prefill_is_the_floor(bytes_per_s: float, floor: float) -> None:
+    """Two pages of 4096 bytes, beside a prefill of one second."""
+    link = Link(bytes_per_s=bytes_per_s, round_trip_ms=0.5)
+    alone, pair = good(msgspec.structs.replace(RUN, links={"p0>d0": link}))
+    assert (pair.pd_link_bytes_per_s, pair.pd_link_round_trip_ms) == (bytes_per_s, 0.5)
+    assert (alone.pd_link_bytes_per_s, alone.pd_floor_ms) == (None, None)
+    assert pair.pd_floor_ms == floor
+
+
+def test_a_pair_says_what_it_takes_longer_than_decode_alone() -> None:
+    alone, pair = good()
+    assert (alone.pd_over_local_ms, pair.pd_over_local_ms) == (None, 500.0)
+    _, bare = cells([turn(sample(error="x"), pair=False)], [turn(sample())])
+    assert bare.pd_over_local_ms is None
+
+
 def test_a_pair_whose_prefill_engine_answers_nothing_alone_has_its_own_prefill_as_floor() -> None:
     bare = msgspec.structs.replace(PAIR, prefill_alone=None)
-    assert floor_ms(bare, [turn(sample())], []) == 250.0
+    assert floor_ms(bare, [turn(sample())], [], required(bare, 66, PAGE_BYTES), None) == 250.0
 
 
 def test_phase_means_weigh_every_observation_alike() -> None:

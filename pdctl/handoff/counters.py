@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import msgspec
 
@@ -78,6 +79,18 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
     """HTTP requests inside the engine, of every kind."""
     prompt_tokens: int = 0
     output_tokens: int = 0
+    stored_pages: int = 0
+    """Written into the host's page store by this replica; the next three are its, too."""
+    read_pages: int = 0
+    """Taken from it."""
+    missed_pages: int = 0
+    """Full pages of prompts that were asked for and not there."""
+    evicted_pages: int = 0
+    """That went to make room for this replica's."""
+    reused_tokens: int = 0
+    """Positions that were taken from the store and not computed."""
+    shared_bytes: int = 0
+    """Of pages written and taken."""
     failures: dict[str, int] = {}
     """By cause (`pdctl.errors.HANDOFF_CAUSES`)."""
     phases: dict[str, Histogram] = {}
@@ -87,6 +100,41 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
     decoding: dict[int, float] = {}
     """Requests whose handoff is over, in the decode engine: room → seconds since their last
     token was computed. Absent where the engine's adapter does not tell."""
+    untold: tuple[str, ...] = ()
+    """Names of the counters above that this replica can't tell: their zeros mean nothing."""
+
+
+OF_A_HANDOFF = (*PairCounters.__struct_fields__, "buffer_bytes_used", "waiters")
+"""Counters that an engine's own handoff may leave untold."""
+
+INNER = ("pairs", "rooms", "decoding", "untold")
+"""Of `Counters`, what no table shows."""
+
+
+def shown_counters(counters: Counters) -> dict[str, Any]:
+    """A replica's row: what it can't tell is None."""
+    built: dict[str, Any] = msgspec.to_builtins(counters)
+    return {k: None if k in counters.untold else v for k, v in built.items() if k not in INNER}
+
+
+def shown_pair(
+    sender: tuple[str, Counters] | None, receiver: tuple[str, Counters] | None
+) -> dict[str, int | None]:
+    """A pair's row: of what both ends count, the larger; the ends report at different moments,
+    and some failures are known to one of them only. None is what neither can tell.
+
+    Args:
+        sender: its name and its counters; None where nothing is known of it.
+    """
+    ends = []
+    if sender is not None and receiver is not None:
+        for (_, own), (peer, _) in ((sender, receiver), (receiver, sender)):
+            ends.append((own.untold, own.pairs.get(peer, PairCounters())))
+    found: dict[str, int | None] = {}
+    for name in PairCounters.__struct_fields__:
+        told = [getattr(pair, name) for untold, pair in ends if name not in untold]
+        found[name] = max(told) if told else (None if ends else 0)
+    return found
 
 
 class CounterBoard:
@@ -124,6 +172,11 @@ class CounterBoard:
     def gauge(self, **values: int) -> None:
         with self._lock:
             self._counters = msgspec.structs.replace(self._counters, **values)
+
+    def untell(self, names: Iterable[str]) -> None:
+        """These can't be told from now on."""
+        with self._lock:
+            self._counters = msgspec.structs.replace(self._counters, untold=tuple(names))
 
     def failure(self, cause: str) -> None:
         """Counts one failure by cause; `handoffs_failed` is added separately."""

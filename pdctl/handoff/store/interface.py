@@ -47,8 +47,8 @@ class Loan(Protocol):
         ...
 
     def release(self, used_tokens: int = 0) -> bool:
-        """Once, always; it waits at most for one small message. False: the store went away
-        meanwhile, so that what was copied is to be thrown away.
+        """Once, always; it does not wait. False: the store went away meanwhile, so that what was
+        copied is to be thrown away.
 
         Args:
             used_tokens: how many positions the engine took over, for the counters.

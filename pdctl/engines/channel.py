@@ -22,6 +22,12 @@ The router attaches with kind "router" and gets RouterAssignment; then
       Refresh           →                             wants counters as they are now
                         ←       Members               carries its seq, within about 1 s
 
+A host's page store attaches with kind "store" and gets StoreAssignment; then
+
+      StoreReady        →
+                        ←       Poll
+      StoreReport       →                             answers Poll
+
 Only the standard library, msgspec and `pdctl.{errors,topology,handoff}` may be imported here:
 this module runs inside engines' processes.
 """
@@ -33,6 +39,8 @@ from typing import Any
 import msgspec
 
 from pdctl.handoff.counters import Counters
+from pdctl.handoff.store.interface import StoreSeat
+from pdctl.handoff.store.shelves import StoreCounts
 from pdctl.handoff.transport.tls import Certificate
 from pdctl.topology.contract import Attention, Contract, Positions
 from pdctl.topology.model import ComputeDtype, Engine, OnFailure, Role
@@ -52,9 +60,9 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="t", tag=True
 
 class Attach(Message, frozen=True, kw_only=True):
     kind: str
-    """"engine" or "router"."""
+    """"engine", "router" or "store"."""
     name: str
-    """The replica's name; "router" for the router."""
+    """The replica's name; "router" for the router, "store-HOST" for a store."""
     pid: int
     version: str
     """pdctl's version inside that process."""
@@ -82,6 +90,27 @@ class Assignment(Message, frozen=True, kw_only=True):
     handoff: HandoffSettings
     certificate: Certificate | None = None
     """The cluster's, where `handoff.encrypt`: both ends of the data plane show and require it."""
+    store: StoreSeat | None = None
+    """Its host's page store; None where it shares none."""
+
+
+class StoreAssignment(Message, frozen=True, kw_only=True):
+    """Everything a host's page store needs."""
+
+    cluster: str
+    host: str
+    key: bytes
+    """The cluster's, by which the stores of two hosts know each other."""
+    contract: Contract
+    seat: StoreSeat
+    """Where it is to serve its host's replicas."""
+    buffer_bytes: int
+    data_host: str
+    data_port: int | None
+    """Where it is to serve other hosts' stores; None where there are none."""
+    others: dict[str, tuple[str, int]] = {}
+    """Host → where its store is dialled."""
+    certificate: Certificate | None = None
 
 
 class Refused(Message, frozen=True, kw_only=True):
@@ -124,6 +153,18 @@ class Poll(Message, frozen=True, kw_only=True):
 class Report(Message, frozen=True, kw_only=True):
     seq: int
     counters: Counters
+
+
+class StoreReady(Message, frozen=True, kw_only=True):
+    """It serves."""
+
+    slots: int
+    """Pages that it has room for."""
+
+
+class StoreReport(Message, frozen=True, kw_only=True):
+    seq: int
+    counts: StoreCounts
 
 
 class MemberState(msgspec.Struct, frozen=True, kw_only=True):
@@ -224,10 +265,22 @@ class RouterReport(Message, frozen=True, kw_only=True):
 
 FromEngine = Attach | Ready | Failed | Report
 ToEngine = Assignment | Refused | Poll
+FromStore = Attach | StoreReady | StoreReport
+ToStore = StoreAssignment | Refused | Poll
 FromRouter = Attach | PairStates | RouterReport | Refresh
 ToRouter = RouterAssignment | Refused | Members | Poll
-ToAgent = Attach | Ready | Failed | Report | PairStates | RouterReport | Refresh
-FromAgent = Assignment | RouterAssignment | Refused | Members | Poll
+ToAgent = (
+    Attach
+    | Ready
+    | Failed
+    | Report
+    | StoreReady
+    | StoreReport
+    | PairStates
+    | RouterReport
+    | Refresh
+)
+FromAgent = Assignment | StoreAssignment | RouterAssignment | Refused | Members | Poll
 
 _encoder = msgspec.msgpack.Encoder()
 

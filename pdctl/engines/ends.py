@@ -13,6 +13,7 @@ from pdctl.handoff.identity import Identity
 from pdctl.handoff.page import PageGeometry
 from pdctl.handoff.receiver import Receiver
 from pdctl.handoff.sender import Sender
+from pdctl.handoff.store.client import StoreClient
 from pdctl.handoff.transport.choice import chosen_transport
 from pdctl.topology.model import Role
 
@@ -37,6 +38,14 @@ class Ends(NamedTuple):
     def close(self) -> None:
         """Bounded."""
         close_each(end.close for end in self if end is not None)
+
+
+def open_store(assigned: Assignment, board: CounterBoard) -> StoreClient | None:
+    """A client of the host's page store; None where this replica shares none. It dials by
+    itself: until that store is there, every prompt is a miss."""
+    if assigned.store is None:
+        return None
+    return StoreClient(assigned.store, contract=assigned.contract, board=board)
 
 
 def close_each(steps: Iterable[Callable[[], object]]) -> None:

@@ -18,12 +18,13 @@ import msgspec
 
 from pdctl.engines.attachment import ATTACH_TIMEOUT_S, Attachment
 from pdctl.engines.channel import Assignment, Failed, Ready
-from pdctl.engines.ends import Ends, close_each, open_ends
+from pdctl.engines.ends import Ends, close_each, open_ends, open_store
 from pdctl.engines.readiness import effective_of, terms_of
 from pdctl.handoff.arena import Bytes
 from pdctl.handoff.counters import CounterBoard, Counters
 from pdctl.handoff.receiver import Receiver
 from pdctl.handoff.sender import Sender
+from pdctl.handoff.store.client import StoreClient
 from pdctl.topology.contract import Attention
 from pdctl.topology.model import ComputeDtype, Engine
 
@@ -66,6 +67,8 @@ class Session:
     ) -> None:
         self.board = CounterBoard()
         self._ends = Ends()
+        self.store: StoreClient | None = None
+        """Of its host's page store; None before `open`, and where this replica shares none."""
         self._environment = environment
         self._http_port = http_port
         self._engine = engine
@@ -108,6 +111,7 @@ class Session:
             PeerLost: the data port can't be listened on.
         """
         self._ends = open_ends(self.assigned, self.board, self.report, self._environment, memory)
+        self.store = open_store(self.assigned, self.board)
         ready = self._ready(loaded, self._ends.listen())
         threading.Thread(
             target=self._announce, args=(ready,), name="pdctl-announce", daemon=True
@@ -119,7 +123,8 @@ class Session:
     def close(self) -> None:
         """Bounded; a failing step skips none of the next."""
         self._closed.set()
-        close_each((self._ends.close, self._attachment.close))
+        steps = [self._ends.close, self._attachment.close]
+        close_each(steps if self.store is None else [self.store.close, *steps])
 
     def _ready(self, loaded: Loaded, data_port: int | None) -> Ready:
         contract = self.assigned.contract

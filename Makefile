@@ -15,7 +15,10 @@ SGLANG := .venv-sglang
 SGLANG_STAMP := $(SGLANG)/.stamp
 SGLANG_PYTHON ?= python3.11
 SGLANG_VERSION ?= 0.5.21
-ENVIRONMENTS := $(PINNED_STAMP) $(VLLM_STAMP) $(SGLANG_STAMP) $(VLLM_NEWEST_STAMP)
+GUIDELLM := .venv-guidellm
+GUIDELLM_STAMP := $(GUIDELLM)/.stamp
+GUIDELLM_VERSION ?= 0.8.1
+ENVIRONMENTS := $(PINNED_STAMP) $(VLLM_STAMP) $(SGLANG_STAMP) $(VLLM_NEWEST_STAMP) $(GUIDELLM_STAMP)
 PIP := -m pip --disable-pip-version-check --quiet
 PYTEST := $(BIN)/python -m pytest --durations=10 --durations-min=1
 
@@ -30,7 +33,7 @@ SGLANG_TESTS = $(wildcard tests/*/test_sglang_*.py)
 PIP_INSTALL := $(PIP) install --no-compile
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test cases environments test-engines test-mlx test-far test-soak test-pinned test-newest venv-vllm test-vllm venv-sglang test-sglang check format bench fidelity clean help
+.PHONY: demo test cases environments test-engines test-mlx test-far test-soak test-pinned test-newest venv-vllm test-vllm venv-sglang test-sglang venv-guidellm check format bench bench-clients fidelity clean help
 
 help:  ## what each target does
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /	/' | expand -t 16
@@ -66,11 +69,22 @@ $(SGLANG_STAMP): pyproject.toml tests/sglang_cpu/requirements.txt
 	$(SGLANG)/bin/python -W ignore -c 'import sglang.srt.entrypoints.http_server'
 	@touch $@
 
+# It wants torch and transformers, to count tokens: vLLM's are near, 3 GB of its own are not needed.
+$(GUIDELLM_STAMP): $(VLLM_STAMP)
+	$(VLLM_PYTHON) -m venv $(GUIDELLM)
+	cd $(VLLM)/lib/python3*/site-packages && pwd >$(CURDIR)/$(GUIDELLM)/vllm.path
+	mv $(GUIDELLM)/vllm.path $(GUIDELLM)/lib/python3*/site-packages/vllm.pth
+	$(GUIDELLM)/bin/python $(PIP_INSTALL) 'guidellm==$(GUIDELLM_VERSION)'
+	$(GUIDELLM)/bin/guidellm --version
+	@touch $@
+
 environments: $(ENVIRONMENTS)  ## what the engine suites need beside .venv (some 9 GB)
 
 venv-vllm: $(VLLM_STAMP)  ## the environment of vLLM replicas on a CPU (3.4 GB; Python 3.11)
 
 venv-sglang: $(SGLANG_STAMP)  ## the environment of SGLang replicas on a CPU (Python 3.11)
+
+venv-guidellm: $(GUIDELLM_STAMP)  ## guidellm, a load generator of others (0.3 GB beside venv-vllm)
 
 demo: $(STAMP)  ## a real model answers through a prefill and a decode replica
 	$(BIN)/python examples/demo.py
@@ -88,7 +102,7 @@ test-mlx: $(STAMP)  ## of those, MLX's, and whole clusters
 	$(BIN)/pdctl demo-model
 	$(PYTEST) $(TWO_AT_ONCE) -m "engine and not slow and not ssh" $(patsubst %,--ignore=%,$(VLLM_TESTS) $(SGLANG_TESTS))
 
-test-vllm: $(STAMP) $(VLLM_STAMP)  ## of those, vLLM's, alone and with MLX
+test-vllm: $(STAMP) $(VLLM_STAMP) $(GUIDELLM_STAMP)  ## of those, vLLM's, alone and with MLX
 	$(BIN)/pdctl demo-model
 	$(PYTEST) -m "engine and not slow" $(VLLM_TESTS)
 	$(VLLM)/bin/python -m pytest tests/engines/vllm/test_cuda_*.py
@@ -124,6 +138,9 @@ bench: $(STAMP)  ## the measured claims: data plane, router, handoff (writes ben
 	$(BIN)/python bench/data_plane.py
 	$(BIN)/python bench/router_ttft.py
 	$(BIN)/python bench/handoff_fixed_cost.py
+
+bench-clients: $(STAMP) $(VLLM_STAMP) $(GUIDELLM_STAMP)  ## pdctl bench beside vllm bench serve and guidellm
+	$(BIN)/python bench/clients.py
 
 fidelity: $(STAMP) $(VLLM_STAMP)  ## the KV that prefill replicas send, beside transformers' own
 	$(BIN)/python bench/fidelity.py

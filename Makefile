@@ -26,14 +26,14 @@ PYTEST := $(BIN)/python -m pytest --durations=10 --durations-min=1
 # replica, and the machine to themselves.
 TWO_AT_ONCE := -n 2 --dist loadscope
 VLLM_TESTS = $(wildcard tests/*/test_vllm_*.py) tests/engine/test_held_bits.py
-SGLANG_TESTS = $(wildcard tests/*/test_sglang_*.py)
+SGLANG_TESTS = $(wildcard tests/engine/test_sglang_*.py) $(wildcard tests/e2e/test_sglang_*.py)
 
 # An environment has up to 20,000 modules, and what runs in it imports 3,000: those are compiled
 # when they are first imported, and stay so.
 PIP_INSTALL := $(PIP) install --no-compile
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test cases environments test-engines test-mlx test-far test-soak test-pinned test-newest venv-vllm test-vllm venv-sglang test-sglang venv-guidellm check format bench bench-clients fidelity clean help
+.PHONY: demo test cases environments test-engines test-mlx test-far test-soak test-soak-engines test-pinned test-newest venv-vllm test-vllm venv-sglang test-sglang venv-guidellm check format bench bench-clients fidelity clean help
 
 help:  ## what each target does
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /	/' | expand -t 16
@@ -60,25 +60,18 @@ $(VLLM_STAMP) $(VLLM_NEWEST_STAMP): pyproject.toml
 	$(@D)/bin/python -c 'import vllm.entrypoints.openai.api_server'
 	@touch $@
 
-$(SGLANG_STAMP): pyproject.toml tests/sglang_cpu/requirements.txt
-	$(SGLANG_PYTHON) -m venv $(SGLANG)
-	$(SGLANG)/bin/python $(PIP_INSTALL) --requirement tests/sglang_cpu/requirements.txt
-	$(SGLANG)/bin/python $(PIP_INSTALL) --no-deps 'sglang==$(SGLANG_VERSION)' 'torchvision==0.28.0'
-	$(SGLANG)/bin/python $(PIP_INSTALL) --no-deps ./tests/sglang_cpu
-	$(SGLANG)/bin/python $(PIP_INSTALL) --no-deps --editable .
-	$(SGLANG)/bin/python -W ignore -c 'import sglang.srt.entrypoints.http_server'
+$(SGLANG_STAMP): VERSION := 0.5.21
+$(SGLANG_NEWEST_STAMP): VERSION := 0.5.23
+$(SGLANG_STAMP) $(SGLANG_NEWEST_STAMP): pyproject.toml $(wildcard tests/sglang_cpu/*.txt)
+	$(SGLANG_PYTHON) -m venv $(@D)
+	$(@D)/bin/python $(PIP_INSTALL) --requirement tests/sglang_cpu/requirements-$(VERSION).txt
+	$(@D)/bin/python $(PIP_INSTALL) --no-deps 'sglang==$(VERSION)' 'torchvision==0.28.0'
+	$(@D)/bin/python $(PIP_INSTALL) --no-deps ./tests/sglang_cpu
+	$(@D)/bin/python $(PIP_INSTALL) --no-deps --editable .
+	$(@D)/bin/python -W ignore -c 'import sglang.srt.entrypoints.http_server'
 	@touch $@
 
-# It wants torch and transformers, to count tokens: vLLM's are near, 3 GB of its own are not needed.
-$(GUIDELLM_STAMP): $(VLLM_STAMP)
-	$(VLLM_PYTHON) -m venv $(GUIDELLM)
-	cd $(VLLM)/lib/python3*/site-packages && pwd >$(CURDIR)/$(GUIDELLM)/vllm.path
-	mv $(GUIDELLM)/vllm.path $(GUIDELLM)/lib/python3*/site-packages/vllm.pth
-	$(GUIDELLM)/bin/python $(PIP_INSTALL) 'guidellm==$(GUIDELLM_VERSION)'
-	$(GUIDELLM)/bin/guidellm --version
-	@touch $@
-
-environments: $(ENVIRONMENTS)  ## what the engine suites need beside .venv (some 9 GB)
+environments: $(ENVIRONMENTS)  ## what the engine suites need beside .venv (some 12 GB)
 
 venv-vllm: $(VLLM_STAMP)  ## the environment of vLLM replicas on a CPU (3.4 GB; Python 3.11)
 
@@ -114,11 +107,15 @@ test-sglang: $(STAMP) $(VLLM_STAMP) $(SGLANG_STAMP)  ## of those, SGLang's, alon
 test-far: $(STAMP)  ## hosts over SSH: real sshds on loopback; skips where there is no sshd
 	$(PYTEST) $(TWO_AT_ONCE) -m "ssh and not slow"
 
-test-newest: $(STAMP) $(VLLM_NEWEST_STAMP)  ## text through pairs with the newest supported vLLM
+test-newest: $(STAMP) $(VLLM_NEWEST_STAMP) $(SGLANG_NEWEST_STAMP)  ## text through pairs with the newest supported vLLM and SGLang
 	PDCTL_TEST_VLLM_PYTHON=$(CURDIR)/$(VLLM_NEWEST)/bin/python $(PYTEST) -m engine tests/engine/test_vllm_pair.py
+	PDCTL_TEST_SGLANG_PYTHON=$(CURDIR)/$(SGLANG_NEWEST)/bin/python $(PYTEST) -m engine -k 'not (64 or 66 or 128 or 129 or 130 or 193)' tests/engine/test_sglang_pair.py
 
 test-soak: $(STAMP)  ## two minutes of 16 clients, then 200 cancelled requests
 	$(PYTEST) -m "engine and slow" -s tests/e2e/test_soak.py
+
+test-soak-engines: $(STAMP) $(VLLM_STAMP) $(SGLANG_STAMP)  ## two minutes of 16 clients on all three engines, SGLang's prefill killed
+	PDCTL_TEST_THREE_S=120 PDCTL_TEST_THREE_KILLED=sp $(PYTEST) -m engine -s tests/e2e/test_sglang_soak.py
 
 test-pinned: $(STAMP) $(PINNED_STAMP)  ## MLX's suites on the oldest supported mlx-lm
 	PDCTL_TEST_MLX_PYTHON=$(CURDIR)/$(PINNED)/bin/python $(PYTEST) $(TWO_AT_ONCE) -m engine -k "not float16" tests/engine/test_mlx_*.py

@@ -14,11 +14,12 @@ VLLM_PYTHON ?= python3.11
 SGLANG := .venv-sglang
 SGLANG_STAMP := $(SGLANG)/.stamp
 SGLANG_PYTHON ?= python3.11
-SGLANG_VERSION ?= 0.5.21
+SGLANG_NEWEST := .venv-sglang-newest
+SGLANG_NEWEST_STAMP := $(SGLANG_NEWEST)/.stamp
 GUIDELLM := .venv-guidellm
 GUIDELLM_STAMP := $(GUIDELLM)/.stamp
 GUIDELLM_VERSION ?= 0.8.1
-ENVIRONMENTS := $(PINNED_STAMP) $(VLLM_STAMP) $(SGLANG_STAMP) $(VLLM_NEWEST_STAMP) $(GUIDELLM_STAMP)
+ENVIRONMENTS := $(PINNED_STAMP) $(VLLM_STAMP) $(SGLANG_STAMP) $(GUIDELLM_STAMP) $(VLLM_NEWEST_STAMP) $(SGLANG_NEWEST_STAMP)
 PIP := -m pip --disable-pip-version-check --quiet
 PYTEST := $(BIN)/python -m pytest --durations=10 --durations-min=1
 
@@ -69,6 +70,14 @@ $(SGLANG_STAMP) $(SGLANG_NEWEST_STAMP): pyproject.toml $(wildcard tests/sglang_c
 	$(@D)/bin/python $(PIP_INSTALL) --no-deps ./tests/sglang_cpu
 	$(@D)/bin/python $(PIP_INSTALL) --no-deps --editable .
 	$(@D)/bin/python -W ignore -c 'import sglang.srt.entrypoints.http_server'
+	@touch $@
+
+# It wants torch and transformers, to count tokens: vLLM's are near, 3 GB of its own are not needed.
+$(GUIDELLM_STAMP): $(VLLM_STAMP)
+	$(VLLM_PYTHON) -m venv $(GUIDELLM)
+	cd $(VLLM)/lib/python3*/site-packages && pwd >$$(echo $(CURDIR)/$(GUIDELLM)/lib/python3*/site-packages)/vllm.pth
+	$(GUIDELLM)/bin/python $(PIP_INSTALL) 'guidellm==$(GUIDELLM_VERSION)'
+	$(GUIDELLM)/bin/guidellm --version
 	@touch $@
 
 environments: $(ENVIRONMENTS)  ## what the engine suites need beside .venv (some 12 GB)

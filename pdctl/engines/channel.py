@@ -43,7 +43,7 @@ from pdctl.handoff.store.interface import StoreSeat
 from pdctl.handoff.store.shelves import StoreCounts
 from pdctl.handoff.transport.tls import Certificate
 from pdctl.topology.contract import Attention, Contract, Positions
-from pdctl.topology.model import ComputeDtype, Engine, OnFailure, Role
+from pdctl.topology.model import ComputeDtype, Disaggregate, Engine, OnFailure, Role
 from pdctl.topology.plan import Plan
 
 SOCKET_ENV = "PDCTL_SOCKET"
@@ -210,6 +210,9 @@ class RouterAssignment(Message, frozen=True, kw_only=True):
     on_failure: OnFailure
     model_dir: str
     """A checkpoint on the router's host, for its tokenizer; "" where it has none."""
+    disaggregate: Disaggregate = Disaggregate.ALWAYS
+    costs_path: str = ""
+    """A file of the router's own, on its host: what it measured; "" where nothing is kept."""
 
 
 class Members(Message, frozen=True, kw_only=True):

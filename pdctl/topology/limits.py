@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from pdctl.topology.diagnostics import Diagnostic
-from pdctl.topology.model import Disaggregate, Engine, Policy, Role, Topology, Transport
+from pdctl.topology.model import Engine, Policy, Role, Topology, Transport
 
 NOT_YET = "not in this version"
 
@@ -62,15 +62,6 @@ def ordinary_replicas(topology: Topology) -> int:
 LIMITS: tuple[Limit, ...] = (
     Limit("transport", _transport(Transport.NATIVE), 'write transport = "auto"'),
     Limit("transport", _transport(Transport.NIXL), 'write transport = "auto"'),
-    Limit(
-        "disaggregate",
-        _when(
-            lambda t: t.router.disaggregate is Disaggregate.AUTO,
-            "router.disaggregate",
-            'disaggregate = "auto"',
-        ),
-        'write disaggregate = "always"',
-    ),
     Limit(
         "policy",
         _when(lambda t: t.router.policy is Policy.PREFIX, "router.policy", 'policy = "prefix"'),

@@ -5,11 +5,11 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from pdctl.topology import addresses, limits
+from pdctl.topology import addresses, alone, limits
 from pdctl.topology.contract import Contract
 from pdctl.topology.diagnostics import Diagnostic, Severity
 from pdctl.topology.fields import split_address
-from pdctl.topology.model import PAGE_TOKENS, Engine, OnFailure, Replica, Role, Topology
+from pdctl.topology.model import PAGE_TOKENS, Replica, Role, Topology
 from pdctl.topology.sizes import approximate_size
 
 RESERVED_NAMES = frozenset({"router", "agent"})
@@ -189,41 +189,6 @@ def _unused(topology: Topology) -> Iterable[Diagnostic]:
         )
 
 
-def _baseline(topology: Topology) -> Iterable[Diagnostic]:
-    """Says that no replica could answer a request alone."""
-    if topology.replicas and all(_is_half(r) for r in topology.replicas):
-        yield Diagnostic(
-            severity=Severity.WARNING,
-            code="topology.no_baseline",
-            summary="no replica answers a request alone: prefill and decode replicas of sglang "
-            "do not",
-            field="replicas",
-            hint='add an ordinary replica (role = "both"): bench compares with it, and requests '
-            "go there when no pair can serve",
-        )
-
-
-def _is_half(replica: Replica) -> bool:
-    return replica.engine is Engine.SGLANG and replica.role is not Role.BOTH
-
-
-def _recompute(topology: Topology) -> Iterable[Diagnostic]:
-    """An SGLang decode replica never computes a prompt, so it can't recompute one."""
-    if topology.handoff.on_failure is not OnFailure.RECOMPUTE:
-        return
-    for i, r in enumerate(topology.replicas):
-        if _is_half(r) and r.role is Role.DECODE:
-            yield _error(
-                "no_recompute",
-                f'replica "{r.name}": on_failure = "recompute" is impossible, because a decode '
-                "replica of sglang computes no prompt",
-                f"replicas[{i}].engine",
-                r.name,
-                'write on_failure = "error" and add an ordinary replica (role = "both") of the '
-                "model: requests go there when no pair can serve",
-            )
-
-
 def _roles(topology: Topology) -> Iterable[Diagnostic]:
     by_role: dict[Role, list[Replica]] = {role: [] for role in Role}
     for r in topology.replicas:
@@ -252,8 +217,9 @@ RULES: tuple[Callable[[Topology], Iterable[Diagnostic]], ...] = (
     addresses.routes,
     _exposure,
     _unused,
-    _baseline,
-    _recompute,
+    alone.baseline,
+    alone.recompute,
+    alone.decisions,
 )
 
 

@@ -71,11 +71,6 @@ def without(replica: str) -> str:
             'policy = "prefix" is not in this version',
         ),
         (
-            edited("[router]", '[router]\ndisaggregate = "auto"'),
-            "unsupported_disaggregate",
-            'disaggregate = "auto"',
-        ),
-        (
             GOOD + ORDINARY + ORDINARY.replace("o0", "o1") + "[sharing]\n",
             "unsupported_sharing",
             "[sharing] is not in this version",

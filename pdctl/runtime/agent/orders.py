@@ -122,6 +122,8 @@ class Orders:
             policy=record.topology.router.policy.value,
             on_failure=record.topology.handoff.on_failure,
             model_dir=_model_dir(record.plan, self.host),
+            disaggregate=record.topology.router.disaggregate,
+            costs_path=str(self._state.costs),
         )
 
 

@@ -4,6 +4,7 @@
         cluster.json                ClusterRecord
         key                         32 random bytes, hex
         api_key                     the router's, where the topology names one
+        costs.json                  what the router measured of its paths; kept after `down`
         lock                        held while a command changes the cluster; says by whom
         agent-HOST.json             the agent's journal
         logs/REPLICA.log            kept until the next `up`
@@ -96,6 +97,10 @@ class StateDir:
 
     def journal(self, host: str) -> Path:
         return self.path / f"agent-{host}.json"
+
+    @property
+    def costs(self) -> Path:
+        return self.path / "costs.json"
 
     def make(self) -> None:
         """The folder and its logs, 0700. HostError when it is somebody else's."""

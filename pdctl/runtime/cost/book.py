@@ -81,6 +81,15 @@ class Book:
             self._records[path] = record.with_sample(sample)
             self._forget(path)
 
+    def explained(self, path: str, prefill_s: float, transfer_s: float) -> None:
+        """What the engines say of the handoff of the newest sample."""
+        record = self._records.get(path)
+        if record is not None and record.samples:
+            *older, newest = record.samples
+            told = msgspec.structs.replace(newest, prefill_s=prefill_s, transfer_s=transfer_s)
+            self._records[path] = msgspec.structs.replace(record, samples=(*older, told))
+            self.changes += 1
+
     def stepped(self, path: str, step_s: float) -> None:
         """Seconds between two tokens of a stream that ran alone."""
         record = self._records.get(path)

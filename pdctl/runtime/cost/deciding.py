@@ -32,10 +32,8 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
     """A path that could take the request."""
 
     path: str
-    alone_s: float | None
-    """Expected on replicas that do nothing else; None where nothing was measured."""
     total_s: float | None
-    """The same behind what is queued."""
+    """Expected time to the first token, behind what is queued; None where nothing was measured."""
 
     @property
     def splits(self) -> bool:

@@ -11,8 +11,8 @@ import msgspec
 from aiohttp import web
 
 from pdctl.runtime.router import endpoints
-from pdctl.runtime.router.attempt import ClientGone
 from pdctl.runtime.router.client import ClientDelivery, error_response
+from pdctl.runtime.router.delivery import ClientGone
 from pdctl.runtime.router.failure import RequestFailed, refused
 from pdctl.runtime.router.home import home
 from pdctl.runtime.router.members import Roster
@@ -21,6 +21,7 @@ from pdctl.runtime.router.policy import nothing_ready
 from pdctl.runtime.router.relay import Relay
 from pdctl.runtime.router.request import MAX_BODY_BYTES, check, model_not_found
 from pdctl.runtime.router.status import model, models, readiness, status
+from pdctl.runtime.router.verdicts import verdicts
 from pdctl.trace import monotonic_s
 
 log = logging.getLogger("pdctl.router")
@@ -135,7 +136,11 @@ class Front:
 
     async def _status(self, _: web.Request) -> web.Response:
         fresh = await self._refresh()
-        return _json(status(self._roster, self._meter, self._relay.flights, fresh=fresh))
+        judge = self._relay.judge
+        judge.look()
+        shown = status(self._roster, self._meter, self._relay.flights, fresh=fresh)
+        names = [seat.name for seat in self._roster.seats()]
+        return _json({**shown, **verdicts(judge, names, time.time())})
 
     async def _home(self, _: web.Request) -> web.Response:
         page = home()

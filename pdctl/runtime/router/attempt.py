@@ -1,4 +1,5 @@
-"""One try of one request on one path: both legs at once, one deadline, one outcome.
+"""One try of one request on one path: both legs at once, one deadline, one outcome. (vLLM's own
+handoff alone runs prefill, then decode.)
 
 The rules (DESIGN §7): no byte of the decode leg leaves before prefill has succeeded; either
 leg's failure ends the other at once; decode done first still awaits prefill; whatever ends
@@ -8,7 +9,6 @@ the try, both connections are closed and what an engine may still run is aborted
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol
 
 import anyio
 from anyio.abc import TaskGroup
@@ -16,6 +16,7 @@ from anyio.abc import TaskGroup
 from pdctl.engines.channel import Failed
 from pdctl.runtime.router.aborts import Aborter
 from pdctl.runtime.router.blame import blame, is_echo
+from pdctl.runtime.router.delivery import ClientGone, Delivery
 from pdctl.runtime.router.failure import RequestFailed
 from pdctl.runtime.router.legs import EngineCall
 from pdctl.runtime.router.policy import Path
@@ -28,46 +29,6 @@ EXPIRY_GRACE_S = 0.5
 """For the engines to end an expired handoff themselves: they look each quarter second."""
 
 DRAIN_S = 1.0
-
-
-class ClientGone(Exception):
-    """The client closed its connection; nobody is left to tell anything."""
-
-
-class Delivery(Protocol):
-    """Where an answer goes: a client's response, or a canary's ledger.
-
-    All of it is called from one task; `event` begins the stream. Any may raise ClientGone.
-    """
-
-    @property
-    def begun(self) -> bool:
-        """Whether the client has a status; no other try can follow."""
-        ...
-
-    def route(self, path: Path, room: int | None, retried: Path | None) -> None:
-        """The path of the try that begins, and of the one that failed before it."""
-        ...
-
-    def recomputed(self, path: Path) -> None:
-        """The handoff failed and the decode replica computed the prompt itself."""
-        ...
-
-    def prefilled(self, body: bytes) -> None:
-        """Prefill's own answer, which no client sees."""
-        ...
-
-    async def whole(self, body: bytes, content_type: str) -> None:
-        """The one answer of a request that does not stream."""
-        ...
-
-    async def event(self, raw: bytes) -> None:
-        """Bytes of one or more complete events, as the engine sent them."""
-        ...
-
-    async def end(self) -> None:
-        """The stream is complete."""
-        ...
 
 
 class Attempt:
@@ -115,6 +76,7 @@ class Attempt:
         self._reports = reports
         self.absorbed: RequestFailed | None = None
         self._prefilled = anyio.Event()
+        self._answer = b""
         self._failures: list[RequestFailed] = []
         self._gone = False
         self._served = False
@@ -157,7 +119,8 @@ class Attempt:
     async def _run_prefill(self, call: EngineCall, tasks: TaskGroup) -> None:
         try:
             await call.send()
-            self._delivery.prefilled(await call.whole())
+            self._answer = await call.whole()
+            self._delivery.prefilled(self._answer)
         except RequestFailed as failure:
             self._fail(failure, tasks)
         else:
@@ -173,6 +136,9 @@ class Attempt:
 
     async def _run_decode(self, call: EngineCall, tasks: TaskGroup) -> None:
         try:
+            if call.follows:
+                await self._prefilled.wait()
+                call.take(self._answer)
             await call.send()
             if self._stream:
                 await self._relay_events(call)

@@ -67,6 +67,9 @@ class Ledger:
         self.prefilled_body = b""
         self.begun = False
 
+    def decided(self, text: str) -> None:
+        return
+
     def route(self, path: Path, room: int | None, retried: Path | None) -> None:
         return
 

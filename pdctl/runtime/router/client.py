@@ -7,8 +7,13 @@ from collections.abc import Awaitable
 import anyio
 from aiohttp import web
 
-from pdctl.runtime.router.attempt import ClientGone
-from pdctl.runtime.router.endpoints import PATH_HEADER, RETRIED_HEADER, ROOM_HEADER
+from pdctl.runtime.router.delivery import ClientGone
+from pdctl.runtime.router.endpoints import (
+    DECISION_HEADER,
+    PATH_HEADER,
+    RETRIED_HEADER,
+    ROOM_HEADER,
+)
 from pdctl.runtime.router.failure import RequestFailed
 from pdctl.runtime.router.policy import Path
 from pdctl.trace import monotonic_s
@@ -34,6 +39,7 @@ class ClientDelivery:
         self._stream: web.StreamResponse | None = None
         self.response: web.StreamResponse | None = None
         self.headers: dict[str, str] = {}
+        self._decision: str | None = None
         self.path = "none"
         self.first_at_s: float | None = None
         self.error_told = False
@@ -42,6 +48,9 @@ class ClientDelivery:
     def begun(self) -> bool:
         return self.response is not None
 
+    def decided(self, text: str) -> None:
+        self._decision = text
+
     def route(self, path: Path, room: int | None, retried: Path | None) -> None:
         self.path = path.text
         self.headers = {PATH_HEADER: path.text}
@@ -49,6 +58,8 @@ class ClientDelivery:
             self.headers[ROOM_HEADER] = str(room)
         if retried is not None:
             self.headers[RETRIED_HEADER] = retried.text
+        if self._decision is not None:
+            self.headers[DECISION_HEADER] = self._decision
 
     def recomputed(self, path: Path) -> None:
         self.path = path.text

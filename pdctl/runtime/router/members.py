@@ -217,6 +217,12 @@ class Roster:
     def ready(self) -> tuple[Path, ...]:
         return tuple(path for path in self.paths if self.state(path)[0] == "ready")
 
+    def able(self) -> tuple[Path, ...]:
+        """As `ready`, with each decode replica that can serve alone."""
+        decoding = {path.decode for path in self.paths}
+        alone = (p for p in self.pinnable if p not in self.paths and p.decode in decoding)
+        return (*self.ready(), *(path for path in alone if self.state(path)[0] == "ready"))
+
     def candidate(self, path: Path) -> Candidate:
         loads = [0 if seat is None else seat.active for seat in map(self.seat, path.replicas)]
         return Candidate(

@@ -63,6 +63,12 @@ class Meter:
             ["leg", "replica", "cause"],
             registry=self._registry,
         )
+        self._decisions = Counter(
+            "pdctl_router_decisions",
+            'Requests whose path disaggregate = "auto" decided, by path and reason.',
+            ["path", "reason"],
+            registry=self._registry,
+        )
         self._ttft = self._histogram("pdctl_router_ttft_seconds", "Arrival to first byte sent.")
         self._e2e = self._histogram("pdctl_router_e2e_seconds", "Arrival to last byte sent.")
 
@@ -86,6 +92,9 @@ class Meter:
                 self._ttft.labels(path).observe(ttft_s)
         elif status != "gone":
             self.failures += 1
+
+    def decided(self, path: str, reason: str) -> None:
+        self._decisions.labels(path, reason).inc()
 
     @property
     def uptime_s(self) -> float:

@@ -1,46 +1,42 @@
 """One request from its checked body to its last byte: path, tries, what is counted.
 
 1. candidates: the pinned path, or the ready ones whose engines honour the body
-2. policy picks one; a room and a ticket are minted for it
+2. one of them is chosen (choosing.py); a room and a ticket are minted for it
 3. both legs start (attempt.py); the answer goes to the delivery
 4. a replica that died before the first byte: one more try on another pair, new room
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Protocol
 
 import aiohttp
 import anyio
 
 from pdctl.engines.channel import RouterAssignment
-from pdctl.engines.interface import EngineSpec, Leg
+from pdctl.engines.interface import Leg
 from pdctl.engines.registry import spec_for
 from pdctl.handoff.ticket import mint
 from pdctl.runtime.router.aborts import Aborter
-from pdctl.runtime.router.attempt import Attempt, Delivery
+from pdctl.runtime.router.attempt import Attempt
 from pdctl.runtime.router.blame import explained, is_unexplained
+from pdctl.runtime.router.choosing import Chooser
+from pdctl.runtime.router.delivery import Delivery
 from pdctl.runtime.router.failure import RequestFailed
+from pdctl.runtime.router.judge import Judge
 from pdctl.runtime.router.legs import EngineCall
 from pdctl.runtime.router.members import Roster, Seat
-from pdctl.runtime.router.policy import (
-    Path,
-    choose,
-    nothing_ready,
-    pinned,
-    preferred,
-    unready,
-)
+from pdctl.runtime.router.policy import Path, unready
 from pdctl.runtime.router.progress import HandoffProgress
 from pdctl.runtime.router.recent import Flights
-from pdctl.runtime.router.request import Ask, objections
-from pdctl.topology.model import OnFailure, Policy, Role
+from pdctl.runtime.router.request import Ask
+from pdctl.topology.model import OnFailure
 
 log = logging.getLogger("pdctl.router")
 
@@ -51,6 +47,8 @@ class Tally(Protocol):
     """Where failures are counted."""
 
     def failed(self, failure: RequestFailed) -> None: ...
+
+    def decided(self, path: str, reason: str) -> None: ...
 
 
 class Relay:
@@ -73,15 +71,17 @@ class Relay:
         self.stopping = anyio.Event()
         """Set, it ends every request with an error that says so."""
         self.flights = Flights()
-        self._turns = itertools.count()
+        self.judge = Judge(assignment, roster)
+        self._chooser = Chooser(assignment, roster, self.judge, tally.decided)
         self.adopt(assignment)
 
     def adopt(self, assignment: RouterAssignment) -> None:
         """What holds for every request from now on."""
         self._assignment = assignment
-        self._policy = Policy(assignment.policy)
         self._digest = assignment.contract.digest
         self._recomputes = assignment.on_failure is OnFailure.RECOMPUTE
+        self.judge.adopt(assignment)
+        self._chooser.adopt(assignment)
 
     async def serve(self, ask: Ask, pin: str | None, delivery: Delivery) -> None:
         """Answers one request.
@@ -91,7 +91,7 @@ class Relay:
             ClientGone: the client closed its connection.
         """
         try:
-            path = self._pick(ask, pin)
+            path = self._chooser.pick(ask, pin, delivery)
         except RequestFailed as failure:
             self._note(failure)
             raise
@@ -103,7 +103,9 @@ class Relay:
             return
         except RequestFailed as failure:
             self._note(failure)
-            second = None if delivery.begun else self._second(failure, ask, pin, path)
+            second = None
+            if not delivery.begun:
+                second = self._chooser.second(failure, ask, pin, path, delivery)
             if second is None:
                 raise
             log.info("second try path=%s after=%s", second.text, failure.message)
@@ -138,13 +140,14 @@ class Relay:
         with ExitStack() as occupied:
             for seat in seats:
                 occupied.enter_context(seat.occupied())
+            timed = occupied.enter_context(self.judge.timing(path, ask, delivery))
             tried = Attempt(
                 calls[-1],
                 calls[0] if path.prefill is not None else None,
                 room=room,
                 stream=ask.stream,
                 timeout_s=timeout_s,
-                delivery=delivery,
+                delivery=timed,
                 aborter=self._aborter,
                 idle=HandoffProgress(self._roster, path, room or 0, self._refresh).idle_s,
                 stopping=self.stopping,
@@ -173,18 +176,17 @@ class Relay:
         self, path: Path, seats: list[Seat], ask: Ask, room: int | None, timeout_s: float
     ) -> list[EngineCall]:
         specs = [spec_for(seat.state.engine) for seat in seats]
+        call = partial(EngineCall, self._session, endpoint=ask.endpoint)
         if path.prefill is None or room is None:
-            legs = [("alone", ask.body)]
+            return [call(seats[0], specs[0], leg="alone", body=ask.body)]
+        leg = self._leg(path, seats[0], room, timeout_s)
+        sent = {**specs[0].prefill_body(ask.body, leg), **ask.prefill_fields}
+        make = partial(specs[1].decode_body, ask.body, leg)
+        if leg.native and specs[1].prefills_first:
+            decode = call(seats[1], specs[1], leg="decode", body={}, follow=make)
         else:
-            leg = self._leg(path, seats[0], room, timeout_s)
-            legs = [
-                ("prefill", {**specs[0].prefill_body(ask.body, leg), **ask.prefill_fields}),
-                ("decode", specs[1].decode_body(ask.body, leg)),
-            ]
-        return [
-            EngineCall(self._session, seat, spec, leg=name, endpoint=ask.endpoint, body=body)
-            for seat, spec, (name, body) in zip(seats, specs, legs, strict=True)
-        ]
+            decode = call(seats[1], specs[1], leg="decode", body=make())
+        return [call(seats[0], specs[0], leg="prefill", body=sent), decode]
 
     def _leg(self, path: Path, sender: Seat, room: int, timeout_s: float) -> Leg:
         prefill = path.prefill or ""
@@ -197,61 +199,8 @@ class Relay:
             decode=path.decode,
             sender=sender.sender,
             timeout_s=timeout_s,
+            native=self._assignment.plan.replica(path.decode).native,
         )
-
-    def _pick(self, ask: Ask, pin: str | None) -> Path:
-        if pin is not None:
-            path = pinned(pin, self._roster.pinnable)
-            self._refuse(ask, path)
-            state, cause = self._roster.state(path)
-            if state != "ready":
-                raise unready(path, cause or state)
-            return path
-        ready = self._roster.ready()
-        if not ready:
-            raise nothing_ready(
-                (path, self._roster.state(path)[1] or "") for path in self._roster.paths
-            )
-        return self._choose(ask, preferred(ready))
-
-    def _choose(self, ask: Ask, paths: tuple[Path, ...]) -> Path:
-        """Of these, one whose engines honour the body; RequestFailed(400) where none does."""
-        objected = [(path, objections(ask.body, path, self._specs(path))) for path in paths]
-        able = [path for path, objection in objected if objection is None]
-        if not able:
-            raise next(objection for _, objection in objected if objection is not None)
-        candidates = [self._roster.candidate(path) for path in able]
-        return choose(candidates, self._policy, next(self._turns))
-
-    def _refuse(self, ask: Ask, path: Path) -> None:
-        objection = objections(ask.body, path, self._specs(path))
-        if objection is not None:
-            raise objection
-
-    def _specs(self, path: Path) -> list[tuple[EngineSpec, Role]]:
-        roles = [Role.BOTH] if path.prefill is None else [Role.PREFILL, Role.DECODE]
-        return [
-            (spec_for(self._assignment.plan.replica(name).engine), role)
-            for name, role in zip(path.replicas, roles, strict=True)
-        ]
-
-    def _second(self, failure: RequestFailed, ask: Ask, pin: str | None, path: Path) -> Path | None:
-        """The path of a second try: the same one when only an idle connection had gone stale
-        (its engine saw nothing, and the room is new), another pair when a replica died."""
-        if failure.stale and self._roster.state(path)[0] == "ready":
-            return path
-        if not failure.dead or pin is not None:
-            return None
-        others = tuple(
-            other
-            for other in self._roster.ready()
-            if failure.replica not in other.replicas
-            and (other.prefill is None) == (path.prefill is None)
-        )
-        try:
-            return self._choose(ask, others) if others else None
-        except RequestFailed:
-            return None
 
     def _note(self, failure: RequestFailed) -> None:
         self._tally.failed(failure)

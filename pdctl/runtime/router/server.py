@@ -17,7 +17,9 @@ from pdctl.engines.channel import PairStates, RouterAssignment, RouterReport
 from pdctl.errors import LaunchError
 from pdctl.runtime.router.aborts import Aborter
 from pdctl.runtime.router.app import Front
+from pdctl.runtime.router.calibration import Calibrated
 from pdctl.runtime.router.canary import Canary
+from pdctl.runtime.router.keeping import Keeping
 from pdctl.runtime.router.legs import open_session
 from pdctl.runtime.router.link import AgentLink
 from pdctl.runtime.router.malformed import MAX_LINE_BYTES, Runner
@@ -71,12 +73,15 @@ class Router:
                 self.link.refresh,
             )
             self.link.on_assignment = partial(self._adopt, relay)
-            canary = Canary(relay, self.roster)
+            keeping = Keeping(self.assignment.costs_path, relay.judge)
+            await keeping.load()
+            canary = Calibrated(Canary(relay, self.roster), relay, self.roster, self.link.refresh)
             front = Front(
                 relay, self.roster, self.meter, self.link.refresh, self.assignment.api_key
             )
             async with self._listening(front, relay):
                 self._watch(tasks, session, Ward(self.roster, canary))
+                tasks.start_soon(keeping.run)
                 if started is not None:
                     started.set()
                 await anyio.sleep_forever()

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from contextlib import AsyncExitStack
+from typing import Protocol
 
 import anyio
 
-from pdctl.runtime.router.canary import Canary
-from pdctl.runtime.router.members import Roster
+from pdctl.runtime.router.members import Roster, Verdict
 from pdctl.runtime.router.policy import Path
 
 log = logging.getLogger("pdctl.router")
@@ -17,10 +17,18 @@ log = logging.getLogger("pdctl.router")
 PAUSES_S = (1.0, 2.0, 5.0, 10.0, 30.0)
 
 
+class Judging(Protocol):
+    """Tries one path."""
+
+    async def judge(self, path: Path, incarnations: tuple[int, ...]) -> Verdict | None:
+        """A verdict for these incarnations; None when an end went away meanwhile."""
+        ...
+
+
 class Ward:
     """Keeps every path's verdict current while its replicas are ready."""
 
-    def __init__(self, roster: Roster, canary: Canary) -> None:
+    def __init__(self, roster: Roster, canary: Judging) -> None:
         self._roster = roster
         self._canary = canary
         self._locks: dict[str, anyio.Lock] = defaultdict(anyio.Lock)

@@ -15,8 +15,8 @@ from runtime.router.fakes import fails, stalls_then
 from pdctl.handoff.counters import PHASES
 
 GUIDE = (Path(__file__).parents[3] / "docs" / "status.md").read_text()
-BY_NAME = ("failures", "phases")
-"""Whose keys in a replica's counters are causes and phases."""
+BY_NAME = ("failures", "phases", "queued_tokens", "expected_ms")
+"""Whose keys are causes and phases, or replicas and paths."""
 
 pytestmark = pytest.mark.anyio
 

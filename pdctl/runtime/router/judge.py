@@ -1,0 +1,224 @@
+"""What the router knows of its paths' costs, and what it decides by it.
+
+Every request is timed, a pinned one and a canary too; with `disaggregate = "auto"` those that
+are not pinned are decided. Owned by the event loop; nothing here waits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import msgspec
+
+from pdctl.engines.channel import RouterAssignment
+from pdctl.handoff.counters import Histogram
+from pdctl.runtime.cost.book import Book
+from pdctl.runtime.cost.deciding import Decider, Decision, Option
+from pdctl.runtime.cost.lengths import Lengths
+from pdctl.runtime.cost.queues import Pending, Queues, total_s
+from pdctl.runtime.cost.record import Costs, PathRecord, Sample, holds, identity
+from pdctl.runtime.router.delivery import Delivery
+from pdctl.runtime.router.members import Roster
+from pdctl.runtime.router.policy import Path
+from pdctl.runtime.router.request import Ask
+from pdctl.runtime.router.timed import Timed
+from pdctl.topology.model import Disaggregate
+from pdctl.trace import monotonic_s
+
+KEPT = 20
+CACHED_SHARE = 0.1
+"""Of a prompt: a request of which an engine had more than this tells nothing of its length."""
+MIN_STEPS = 3
+
+Held = Callable[[str, Ask], int]
+"""Tokens of a request's prompt that a replica holds already."""
+
+
+class Judged(msgspec.Struct, frozen=True, kw_only=True):
+    """One decided request, as `/status` shows it."""
+
+    at: float
+    path: str
+    reason: str
+    prompt_tokens: int
+    expected_ms: dict[str, float]
+
+
+def nothing_held(replica: str, ask: Ask) -> int:
+    return 0
+
+
+class Judge:
+    """Args:
+    held: what replicas hold of a prompt; what they hold needs no computing.
+    """
+
+    def __init__(
+        self, assignment: RouterAssignment, roster: Roster, held: Held = nothing_held
+    ) -> None:
+        self._roster = roster
+        self._held = held
+        self.queues = Queues()
+        self.decider = Decider()
+        self.lengths = Lengths()
+        self.book = Book()
+        self.recent: deque[Judged] = deque(maxlen=KEPT)
+        self._identities: dict[str, str] = {}
+        self._handoffs: dict[str, int] = {}
+        """P → handoffs that it had counted at the last look."""
+        self._keeps = True
+        self._sampled: dict[str, list[str]] = {}
+        """P → paths of the samples since then."""
+        self.adopt(assignment)
+
+    def adopt(self, assignment: RouterAssignment) -> None:
+        """What holds from now on; records of paths that changed are dropped."""
+        self._plan, self._contract = assignment.plan, assignment.contract.digest
+        self.decides = assignment.disaggregate is Disaggregate.AUTO
+        self._identities.clear()
+        self.load(Costs(paths=self.book.records, lengths=self.lengths.known))
+
+    def load(self, costs: Costs) -> None:
+        """Takes what was stored, as far as it is of these replicas."""
+        plan = self._plan
+        self.book = Book({k: r for k, r in costs.paths.items() if holds(r, plan, k, None)})
+        self.lengths = Lengths(costs.lengths)
+
+    def costs(self) -> Costs:
+        """What is to be stored."""
+        return Costs(paths=self.book.records, lengths=self.lengths.known)
+
+    # -- deciding
+
+    def decide(self, ask: Ask, paths: Sequence[Path]) -> tuple[Path, Decision]:
+        """Raises ValueError where there is no path."""
+        tokens = self.lengths.tokens(ask.body)
+        now_s = monotonic_s()
+        options = [self._option(path, ask, tokens, now_s) for path in paths]
+        decision = self.decider.decide(options, tokens)
+        self.recent.append(
+            Judged(
+                at=time.time(),
+                path=decision.path,
+                reason=decision.reason,
+                prompt_tokens=tokens,
+                expected_ms={p: round(s * 1e3, 3) for p, s in decision.expected_s.items()},
+            )
+        )
+        return next(path for path in paths if path.text == decision.path), decision
+
+    def _option(self, path: Path, ask: Ask, tokens: int, now_s: float) -> Option:
+        left = max(1, tokens - self._held(path.prefill or path.decode, ask))
+        alone_s = self.book.expected_s(path.text, left, time.time())
+        behind_s = None if alone_s is None else total_s(path.text, alone_s, self.queues, now_s)
+        return Option(path=path.text, total_s=behind_s)
+
+    def expected_s(self, path: str, tokens: int) -> float | None:
+        """On replicas that do nothing else, now."""
+        return self.book.expected_s(path, tokens, time.time())
+
+    # -- timing
+
+    @contextmanager
+    def sampling(self, *, kept: bool) -> Iterator[None]:
+        """Whether requests that end in the block become samples: one that warms up does not."""
+        before, self._keeps = self._keeps, kept
+        try:
+            yield
+        finally:
+            self._keeps = before
+
+    @contextmanager
+    def timing(self, path: Path, ask: Ask, delivery: Delivery) -> Iterator[Timed]:
+        """Times one try; what it took is kept where the block ends without an error."""
+        name, tokens, now_s = path.text, self.lengths.tokens(ask.body), monotonic_s()
+        cost_s = self.book.expected_s(name, tokens, time.time()) or 0.0
+        expected_s = total_s(name, cost_s, self.queues, now_s) if cost_s else 0.0
+        pending = self.queues.enter(name, tokens, cost_s, now_s)
+        timed = Timed(delivery, lambda: self.queues.first_token(pending, monotonic_s()))
+        try:
+            yield timed
+            if self._keeps and timed.first_s is not None and not timed.has_recomputed:
+                self._keep(path, ask, timed, pending, expected_s)
+        finally:
+            self.queues.leave(pending, monotonic_s())
+
+    def _keep(
+        self, path: Path, ask: Ask, timed: Timed, pending: Pending, expected_s: float
+    ) -> None:
+        computed = timed.usage if path.prefill is None else timed.prefill_usage
+        counted = (computed.prompt_tokens if computed else 0) or (
+            timed.usage.prompt_tokens if timed.usage else 0
+        )
+        if counted:
+            self.lengths.learn(ask.body, counted)
+        tokens = counted or pending.tokens
+        self._open(path)
+        self._keep_step(path, timed, pending)
+        ttft_s = self._ttft_s(path, timed)
+        cached = computed.cached_tokens if computed else 0
+        if ttft_s is None or cached > CACHED_SHARE * tokens:
+            return
+        self.book.seen(path.text, tokens, ttft_s, expected_s, time.time())
+        if pending.quiet:
+            sample = Sample(tokens=tokens, ttft_s=ttft_s, at=time.time())
+            self.book.sampled(path.text, sample)
+            self._sampled.setdefault(path.prefill or "", []).append(path.text)
+
+    def _keep_step(self, path: Path, timed: Timed, pending: Pending) -> None:
+        steps = _answered(timed) - 1
+        if timed.streamed and pending.lone and steps >= MIN_STEPS and timed.first_s is not None:
+            self.book.stepped(path.text, (timed.last_s - timed.first_s) / steps)
+
+    def _ttft_s(self, path: Path, timed: Timed) -> float | None:
+        """Of an answer that is not streamed, without what decoding took; None where that isn't
+        known."""
+        if timed.first_s is None:
+            return None
+        taken_s = timed.first_s - timed.began_s
+        if timed.streamed:
+            return taken_s
+        steps = _answered(timed) - 1
+        step_s = self.book.step_s(path.decode) if steps else 0.0
+        if step_s is None or steps < 0 or steps * step_s > taken_s / 2:
+            return None
+        return taken_s - steps * step_s
+
+    def _open(self, path: Path) -> None:
+        name = path.text
+        if name not in self._identities:
+            self._identities[name] = identity(self._plan, name)
+        fresh = PathRecord(
+            identity=self._identities[name],
+            contract=self._contract,
+            versions=self.versions(path),
+        )
+        self.book.open(name, fresh)
+
+    def versions(self, path: Path) -> tuple[str, ...]:
+        """Of its replicas' engines; "" where one hasn't told."""
+        seats = [self._roster.seat(replica) for replica in path.replicas]
+        return tuple((s.state.engine_version if s else None) or "" for s in seats)
+
+    # -- the engines' own account
+
+    def look(self) -> None:
+        """After fresh counters: where just one handoff went through a prefill replica since the
+        last look, its phases are those of that sample."""
+        for seat in self._roster.seats():
+            phases = seat.state.counters.phases
+            prefill, transfer = (phases.get(name, Histogram()) for name in ("prefill", "transfer"))
+            more = transfer.count - self._handoffs.get(seat.name, 0)
+            self._handoffs[seat.name] = transfer.count
+            sampled = self._sampled.pop(seat.name, [])
+            if more == 1 and len(sampled) == 1 and prefill.count:
+                self.book.explained(sampled[0], prefill.last_s, transfer.last_s)
+
+
+def _answered(timed: Timed) -> int:
+    """Output tokens, as counted or, in a stream, as events."""
+    counted = timed.usage.completion_tokens if timed.usage else None
+    return counted or timed.events

@@ -7,6 +7,7 @@ ask), so on a replica that moves KV it is refused here too.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from http import HTTPStatus
 from typing import Any
@@ -18,7 +19,9 @@ from sglang.srt.managers.utils import is_health_check_generate_req
 from pdctl.engines.interface import Leg
 from pdctl.engines.sglang.joining import board
 from pdctl.engines.sglang.spec import LEG_FIELD, failure_text
-from pdctl.errors import BudgetExceeded, ProtocolViolation
+from pdctl.errors import BudgetExceeded, HandoffError, ProtocolViolation
+
+log = logging.getLogger("pdctl.engines.sglang")
 
 
 def to_prefill(
@@ -33,7 +36,7 @@ def to_prefill(
         return
     original(queue, req, *rest, **named)
     if queue.queue and queue.queue[-1] is req:
-        req.disagg_kv_sender.begin(leg, list(req.origin_input_ids))
+        _begin(req.disagg_kv_sender, leg, req)
 
 
 def to_decode(
@@ -50,12 +53,20 @@ def to_decode(
         return
     original(queue, req, *rest, **named)
     if queue.queue and queue.queue[-1].req is req:
-        queue.queue[-1].kv_receiver.begin(leg, list(req.origin_input_ids))
+        _begin(queue.queue[-1].kv_receiver, leg, req)
 
 
 def computed(streamer: Any, reqs: Iterable[Any], *_: Any, **__: Any) -> None:
     """Before SGLang sends on what a step has computed: a request that came through a room goes
     on, or is over; those that are over are counted, once."""
+    try:
+        _count(reqs)
+    # what a step has computed goes out all the same (R35)
+    except Exception:
+        log.exception("a step was not counted")
+
+
+def _count(reqs: Iterable[Any]) -> None:
     counts = board()
     for req in reqs:
         if is_health_check_generate_req(req) or (req.finished() and req.finished_output):
@@ -67,6 +78,15 @@ def computed(streamer: Any, reqs: Iterable[Any], *_: Any, **__: Any) -> None:
         if req.bootstrap_room:
             counts.decode_over(req.bootstrap_room)
         counts.add(prompt_tokens=len(req.origin_input_ids), output_tokens=len(req.output_ids))
+
+
+def _begin(end: Any, leg: Leg, req: Any) -> None:
+    try:
+        end.begin(leg, list(req.origin_input_ids))
+    # one request's end must not be the scheduler's, which all share (R34)
+    except Exception as error:
+        log.exception("room=%s the leg did not begin", leg.room)
+        end.fail(leg, HandoffError(f"the engine failed: {error!r}"))
 
 
 def _is_own(req: Any) -> bool:

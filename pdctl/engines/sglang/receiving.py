@@ -55,8 +55,12 @@ class DecodeLeg(BaseKVReceiver):  # type: ignore[misc]
         try:
             self._inbound = self.kv_mgr.receiver.fetch(leg, token_ids, self.landing)
         except HandoffError as error:
-            self._error = error
-            self.kv_mgr.report(leg, "decode", error)
+            self.fail(leg, error)
+
+    def fail(self, leg: Leg, error: HandoffError) -> None:
+        """The handoff never begins: the next `poll` says so."""
+        self._error = error
+        self.kv_mgr.report(leg, "decode", error)
 
     # -- SGLang's scheduler
 

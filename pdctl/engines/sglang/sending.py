@@ -57,8 +57,12 @@ class PrefillLeg(BaseKVSender):  # type: ignore[misc]
                 leg, token_ids, on_reserved=self._on_reserved, on_settled=self._on_settled
             )
         except HandoffError as error:
-            self._error = error
-            self.kv_mgr.report(leg, "prefill", error)
+            self.fail(leg, error)
+
+    def fail(self, leg: Leg, error: HandoffError) -> None:
+        """The handoff never begins: the next `poll` says so."""
+        self._error = error
+        self.kv_mgr.report(leg, "prefill", error)
 
     # -- SGLang's scheduler
 

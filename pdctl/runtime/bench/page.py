@@ -6,12 +6,13 @@ import base64
 import hashlib
 from collections.abc import Iterator, Sequence
 from importlib.resources import files
+from typing import Any
 
 from pdctl.handoff.counters import PHASES
 from pdctl.runtime.bench.marks import MEANINGS
 from pdctl.runtime.bench.markup import Html, joined, tag
-from pdctl.runtime.bench.plots import key, phase_key, rest_ms, ttft_plot, waterfall
-from pdctl.runtime.bench.report import MARKED, details, link_words, matrix, remarks
+from pdctl.runtime.bench.plots import COLOURS, key, phase_key, rest_ms, ttft_plot, waterfall
+from pdctl.runtime.bench.report import ABSENT, MARKED, details, link_words, matrix, remarks
 from pdctl.runtime.bench.summary import Point, Run
 
 STYLE = "page.css"
@@ -56,16 +57,23 @@ def _policy(style: str) -> str:
 
 
 def _heading(run: Run) -> Html:
-    about = f"{run.model} · {run.date} · {run.output_len} output tokens · {run.rounds} rounds"
+    about = (
+        f"{run.model} · {_moment(run.date)} · {run.output_len} output tokens · {run.rounds} rounds"
+    )
     return tag("header", tag("h1", run.cluster), tag("p", about, class_="faint"))
+
+
+def _moment(date: str) -> str:
+    """ "20260102-030405" for people."""
+    return f"{date[:4]}-{date[4:6]}-{date[6:8]} {date[9:11]}:{date[11:13]}"
 
 
 def _section(title: str, content: Html) -> Html:
     return tag("section", tag("h2", title), content) if content else joined()
 
 
-def _card(*content: Html) -> Html:
-    return tag("div", *content, class_="card")
+def _card(*content: Html, row: bool = False) -> Html:
+    return tag("div", *content, class_="card row" if row else "card")
 
 
 def _paths(points: Sequence[Point]) -> list[str]:
@@ -81,38 +89,82 @@ def _at_once(lanes: int) -> str:
 
 
 def _verdicts(points: Sequence[Point]) -> Html:
-    cells = {(p.pd_path, p.pd_input_len, p.pd_concurrency): p for p in points}
-    rows: dict[tuple[str, str, int], dict[str, list[str]]] = {}
-    for p in points:
-        other = cells.get((p.pd_baseline or "", p.pd_input_len, p.pd_concurrency))
-        if other is None or p.median_ttft_ms is None or not other.median_ttft_ms:
-            continue
-        ratio = p.median_ttft_ms / other.median_ttft_ms
-        row = rows.setdefault((p.pd_path, other.pd_path, p.pd_concurrency), {})
-        mark = MARKED if p.pd_marks or other.pd_marks else ""
-        word = "sooner" if ratio < 1 else "later"
-        row.setdefault(word, []).append(
-            f"{p.pd_input_len} tokens (×\N{NO-BREAK SPACE}{ratio:.2f}{mark})"
-        )
-    return joined(*(_verdict(*names, found) for names, found in rows.items()))
+    cards = [_verdict([p for p in points if p.pd_concurrency == n], n) for n in _lanes(points)]
+    return joined(*(card for card in cards if card))
 
 
-def _verdict(path: str, baseline: str, lanes: int, found: dict[str, list[str]]) -> Html:
-    said = "; ".join(
-        f"{word} at {', '.join(found[word])}" for word in ("sooner", "later") if word in found
+def _verdict(points: Sequence[Point], lanes: int) -> Html:
+    """A row per pair: its TTFT over that of its decode engine alone, by prompt length."""
+    cells = {(p.pd_path, p.pd_input_len): p for p in points}
+    lengths = list(dict.fromkeys(p.pd_input_len for p in points))
+    compared = {
+        (p.pd_path, p.pd_input_len): (p, other, p.median_ttft_ms / other.median_ttft_ms)
+        for p in points
+        if (other := cells.get((p.pd_baseline or "", p.pd_input_len)))
+        and p.median_ttft_ms
+        and other.median_ttft_ms
+    }
+    pairs = {p.pd_path: other.pd_path for p, other, _ in compared.values()}
+    if not pairs:
+        return joined()
+    rows = [
+        [path, local, *(_ratio(*compared.get((path, n), ())) for n in lengths)]
+        for path, local in pairs.items()
+    ]
+    best = min((ratio, p.pd_path, p.pd_input_len) for p, _, ratio in compared.values())
+    sooner = sum(_is_sooner(ratio) for *_, ratio in compared.values())
+    said = (
+        f"The first token is sooner in {sooner} of {len(compared)} cells; at best × {best[0]:.2f}, "
+        f"{best[1]} at {best[2]} tokens. × 0.50 is half the time that decode takes alone."
     )
-    title = tag("h3", f"{path} against {baseline} alone, {_at_once(lanes)}")
-    return tag("div", title, tag("p", f"First token {said}."), class_="card row")
+    headers = ["pair", "against", *map(str, lengths)]
+    title = tag(
+        "h3", f"Its first token against decode's alone, by prompt tokens, {_at_once(lanes)}"
+    )
+    return _card(title, tag("p", said), _table(headers, rows, left="pair"), row=True)
+
+
+def _is_sooner(ratio: float) -> bool:
+    """As it is shown: a ratio that reads 1.00 is no gain."""
+    return round(ratio, 2) < 1
+
+
+def _ratio(*found: Any) -> str:
+    if not found:
+        return ABSENT
+    p, other, ratio = found
+    if p.pd_marks or other.pd_marks:
+        return f"× {ratio:.2f}{MARKED}"
+    return tag("span", f"× {ratio:.2f}", **({"class_": "sooner"} if _is_sooner(ratio) else {}))
 
 
 def _plots(points: Sequence[Point]) -> Html:
-    paths = _paths(points)
-    cards = [_plot([p for p in points if p.pd_concurrency == n], n, paths) for n in _lanes(points)]
+    cards = [
+        _plot([p for p in points if p.pd_concurrency == n and p.pd_path in paths], title, paths)
+        for n in _lanes(points)
+        for title, paths in _groups(points, n)
+    ]
     drawn = [card for card in cards if card]
     return tag("div", *drawn, class_="cards") if drawn else joined()
 
 
-def _plot(points: Sequence[Point], lanes: int, paths: Sequence[str]) -> Html:
+def _groups(points: Sequence[Point], lanes: int) -> list[tuple[str, list[str]]]:
+    """Titles and paths of plots: one of all paths, or, where those are more than there are
+    colours, one per decode replica, with its baseline and every pair into it."""
+    paths = _paths(points)
+    if len(paths) <= COLOURS:
+        return [(f"Median TTFT, {_at_once(lanes)}", paths)]
+    groups: dict[str, list[str]] = {}
+    for p in points:
+        _, _, decode = p.pd_path.partition(">")
+        if decode:
+            group = groups.setdefault(decode, [p.pd_baseline] if p.pd_baseline in paths else [])
+            if p.pd_path not in group:
+                group.append(p.pd_path)
+    return [(f"Into {name}, {_at_once(lanes)}", group) for name, group in groups.items()]
+
+
+def _plot(points: Sequence[Point], title: str, paths: Sequence[str]) -> Html:
     drawn = ttft_plot(points, paths)
     if drawn is None:
         return joined()
@@ -123,7 +175,7 @@ def _plot(points: Sequence[Point], lanes: int, paths: Sequence[str]) -> Html:
         if path in floors:
             keys.append(key(number, f"{path}: floor", floor=True))
     return _card(
-        tag("h3", f"Median TTFT, {_at_once(lanes)}"),
+        tag("h3", title),
         tag("div", drawn, class_="plot"),
         tag("ul", *keys, class_="keys"),
         tag(

@@ -97,11 +97,39 @@ def test_a_clean_sweep_says_so() -> None:
     assert "Nothing: every answer came" in page(RUN, good())
 
 
-def test_a_verdict_names_lengths_where_the_pair_is_sooner_and_later() -> None:
+def test_a_verdict_has_a_row_per_pair_and_says_where_it_is_sooner() -> None:
+    text = page(RUN, swept())
+    assert "The first token is sooner in 0 of 3 cells; at best × 1.50" in text
+    assert '<td class="left">p0&gt;d0</td><td>d0</td><td><span>× 1.50</span></td>' in text
     alone, pair = good()
-    text = page(RUN, (alone, pair))
-    assert "p0&gt;d0 against d0 alone, one request at a time" in text
-    assert "First token later at 66 tokens (×\N{NO-BREAK SPACE}1.50)." in text
+    quick = msgspec.structs.replace(pair, median_ttft_ms=500.0)
+    text = page(RUN, (alone, quick))
+    assert "sooner in 1 of 1 cells; at best × 0.50, p0&gt;d0 at 66 tokens" in text
+    assert '<span class="sooner">× 0.50</span>' in text
+
+
+def test_a_doubtful_ratio_is_marked_and_never_called_sooner() -> None:
+    alone, pair = good()
+    mark = Mark(kind="text", detail="x")
+    doubtful = msgspec.structs.replace(pair, median_ttft_ms=500.0, pd_marks=(mark,))
+    assert '<td class="doubt">× 0.50†</td>' in page(RUN, (alone, doubtful))
+
+
+def test_more_paths_than_colours_have_a_plot_per_decode_replica() -> None:
+    """With its baseline and every pair into it, so that lines can be told apart."""
+    alone, pair = good()
+    points = [msgspec.structs.replace(alone, pd_path=name) for name in ("o0", "o1", "o2")]
+    points += [
+        msgspec.structs.replace(pair, pd_path=f"p{p}>d{d}", pd_baseline=f"o{d}")
+        for p in range(2)
+        for d in range(3)
+    ]
+    text = page(RUN, points)
+    titles = [f"<h3>Into d{d}, one request at a time</h3>" for d in range(3)]
+    assert [title for title in titles if title not in text] == []
+    assert "Median TTFT, one" not in text
+    assert text.count("p1&gt;d2: floor</li>") == 1
+    assert text.count("</svg>o1</li>") == 1
 
 
 def test_the_plot_has_a_line_per_path_and_a_dotted_floor_per_pair() -> None:

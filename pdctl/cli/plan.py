@@ -106,6 +106,8 @@ def _show(
     table = Table("replica", "host", "engine", "role", "compute", "http", "data", box=None)
     for r in plan.replicas:
         data = "" if r.data_port is None else f"{r.data_host}:{r.data_port}"
+        if r.side_port is not None:
+            data = f"{r.data_host}:{r.side_port} (its engine's own)"
         http = f"{r.http_host}:{r.http_port}"
         if r.route_port is not None:
             http += f" (from {plan.router_host}: {r.route_port})"
@@ -137,7 +139,7 @@ def _budget(plan: Plan) -> list[str]:
     if plan.token_kv_bytes is None or plan.page_bytes is None:
         return ["KV per token: not known offline"]
     lines = [f"KV per token: {plan.token_kv_bytes} bytes; per page of 64: {plan.page_bytes} bytes"]
-    if plan.buffer_bytes is not None:
+    if plan.buffer_bytes is not None and any(r.data_port for r in plan.replicas):
         prompt = min(plan.context_length, plan.buffer_bytes // plan.page_bytes * 64)
         lines.append(
             f"page budget per prefill replica: {approximate_size(plan.buffer_bytes)}, "

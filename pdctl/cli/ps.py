@@ -84,13 +84,13 @@ def _pairs(pairs: list[dict[str, Any]]) -> Any:
         pad_edge=False,
     )
     for pair in pairs:
-        moved = pair.get("host_bytes")
+        moved = [pair[k] for k in ("host_bytes", "gpu_bytes") if pair.get(k) is not None]
         table.add_row(
             _name(pair),
             *(_text(pair.get(key)) for key in ("transport", "state", "handoffs_active")),
             *(_text(pair.get(key)) for key in ("handoffs_completed", "handoffs_failed")),
             _text(pair.get("imported_tokens")),
-            "" if moved is None else approximate_size(moved),
+            approximate_size(sum(moved)) if moved else "",
         )
     return table
 

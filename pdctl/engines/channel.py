@@ -87,6 +87,8 @@ class Assignment(Message, frozen=True, kw_only=True):
     compute_dtype: ComputeDtype
     data_host: str
     data_port: int | None
+    native: bool = False
+    """The engine's own handoff moves its KV cache: no sender or receiver is to be opened."""
     handoff: HandoffSettings
     certificate: Certificate | None = None
     """The cluster's, where `handoff.encrypt`: both ends of the data plane show and require it."""
@@ -190,6 +192,7 @@ class MemberState(msgspec.Struct, frozen=True, kw_only=True):
     """As the router reaches it: the near end of the forward where it runs on another host."""
     data_host: str = "127.0.0.1"
     data_port: int | None = None
+    """Where it is dialled for its KV cache; a native one's, its side port."""
     clock_offset_s: float = 0.0
     """Its host's clock minus the router's, as last measured: tickets expire on P's clock."""
     incarnation: int = 0

@@ -65,7 +65,8 @@ def open_ends(
     environment: Mapping[str, str],
     memory: Callable[[int], Bytes] | None = None,
 ) -> Ends:
-    """Opens this role's end; a sender is not started yet.
+    """Opens this role's end, unless its engine's own handoff is that; a sender is not started
+    yet.
 
     Args:
         tell: gets every failed handoff, from the handoff's own threads.
@@ -82,6 +83,8 @@ def open_ends(
 
         return failed
 
+    if assigned.native:
+        return Ends()
     identity = Identity(assigned.replica, assigned.key, assigned.contract.digest)
     geometry = PageGeometry.of(assigned.contract)
     transport = chosen_transport(assigned.certificate, environment)

@@ -39,6 +39,8 @@ class Leg(msgspec.Struct, frozen=True, kw_only=True):
     """Where P listens: "host:port" or "[v6]:port"."""
     timeout_s: float
     """What is left of the request's one deadline, counted from the moment of arrival."""
+    native: bool = False
+    """The engine's own handoff carries it; `sender` is then where that meets its peers."""
 
 
 class Probe(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,6 +66,9 @@ class EngineSpec(Protocol):
     """As a decode engine: imports n-1 positions (True) or all n and P's first token."""
     owned_options: frozenset[str]
     """Option names, normalised (lower case, `_` for `-`), that pdctl sets itself."""
+
+    prefills_first: bool
+    """In its own handoff (`Leg.native`) decode begins with what prefill answered."""
 
     constraints: frozenset[str]
     """Fields of a body by which this engine, in any role, limits which token may come: the
@@ -91,8 +96,17 @@ class EngineSpec(Protocol):
         """P's copy of a client's body: one token, not streamed (DESIGN §7), and the leg."""
         ...
 
-    def decode_body(self, body: dict[str, Any], leg: Leg) -> dict[str, Any]:
-        """D's copy: the client's own, and the leg."""
+    def decode_body(
+        self, body: dict[str, Any], leg: Leg, prefilled: bytes | None = None
+    ) -> dict[str, Any]:
+        """D's copy: the client's own, and the leg.
+
+        Args:
+            prefilled: prefill's answer, where decode begins with it.
+
+        Raises:
+            ProtocolViolation: that answer does not say where the KV cache is.
+        """
         ...
 
     def abort(self, room: int) -> tuple[str, dict[str, Any]] | None:

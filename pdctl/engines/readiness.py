@@ -35,6 +35,7 @@ def effective_of(
     )
 
 
-def terms_of(contract: Contract, **own: Any) -> dict[str, Any]:
+def terms_of(contract: Contract, *, native: bool = False, **own: Any) -> dict[str, Any]:
     """What a pair may negotiate; `own` is what this engine alone names."""
-    return {"page_tokens": contract.page_tokens, **own, "transports": ["tcp"]}
+    transports = ["native" if native else "tcp"]
+    return {"page_tokens": contract.page_tokens, **own, "transports": transports}

@@ -136,7 +136,7 @@ class Session:
             ),
             http_port=self._http_port,
             data_port=data_port,
-            terms=terms_of(contract, block_tokens=loaded.block_tokens),
+            terms=terms_of(contract, native=self.assigned.native, block_tokens=loaded.block_tokens),
         )
 
     def _announce(self, ready: Ready) -> None:

@@ -104,8 +104,11 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
     """Names of the counters above that this replica can't tell: their zeros mean nothing."""
 
 
-OF_A_HANDOFF = (*PairCounters.__struct_fields__, "buffer_bytes_used", "waiters")
-"""Counters that an engine's own handoff may leave untold."""
+OF_PAGES = ("reused_pages", "buffer_bytes_used", "waiters")
+"""Counters that mean nothing where no canonical page travels."""
+
+OF_A_HANDOFF = tuple(dict.fromkeys((*PairCounters.__struct_fields__, *OF_PAGES)))
+"""All that an engine's own handoff may leave untold."""
 
 INNER = ("pairs", "rooms", "decoding", "untold")
 """Of `Counters`, what no table shows."""

@@ -29,7 +29,7 @@ def addresses(topology: Topology) -> Iterable[Diagnostic]:
                 replica=p.name,
                 hint=hint,
             )
-        elif is_loopback(address) and not _one_machine(host, topology.hosts[far.host]):
+        elif is_loopback(address) and not one_machine(host, topology.hosts[far.host]):
             yield Diagnostic(
                 code="topology.loopback_address",
                 summary=f'replica "{p.name}": its address {address} is loopback, which decode '
@@ -53,7 +53,7 @@ def _far_receiver(topology: Topology, sender: Replica) -> Replica | None:
     )
 
 
-def _one_machine(a: Host, b: Host) -> bool:
+def one_machine(a: Host, b: Host) -> bool:
     """Hosts without SSH are this machine."""
     return a.ssh is None and b.ssh is None
 

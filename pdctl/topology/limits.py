@@ -60,7 +60,6 @@ def ordinary_replicas(topology: Topology) -> int:
 
 
 LIMITS: tuple[Limit, ...] = (
-    Limit("transport", _transport(Transport.NATIVE), 'write transport = "auto"'),
     Limit("transport", _transport(Transport.NIXL), 'write transport = "auto"'),
     Limit(
         "policy",

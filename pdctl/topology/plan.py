@@ -23,6 +23,7 @@ from pdctl.topology.model import (
     Topology,
     Transport,
 )
+from pdctl.topology.native import OWN, has_side_port, is_native
 from pdctl.topology.rules import declared_ports
 
 
@@ -46,8 +47,16 @@ class ReplicaPlan(msgspec.Struct, frozen=True, kw_only=True):
     data_port: int | None = None
     """None for a replica that never sends (decode)."""
     side_port: int | None = None
+    """Where an engine's own handoff meets its peers; None where it does not listen."""
+    native: bool = False
+    """Its engine's own handoff moves its KV cache."""
     declared: Replica
     """As written in the file: python, env, devices, engine_config."""
+
+    @property
+    def sender_port(self) -> int | None:
+        """Where a prefill replica is dialled for its KV cache; None where it sends none."""
+        return self.data_port or (self.side_port if self.role is Role.PREFILL else None)
 
 
 class PairPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -174,6 +183,8 @@ def resolve_transport(
     declared: Transport, prefill: Replica, decode: Replica
 ) -> tuple[Transport, str]:
     """The transport of one pair, and why."""
+    if declared is Transport.NATIVE:
+        return declared, f"native: {OWN.get(prefill.engine, prefill.engine)}"
     if declared is not Transport.AUTO:
         return declared, f"{declared}: written in the file"
     for end in (prefill, decode):
@@ -189,7 +200,8 @@ def peers(topology: Topology, replica: Replica) -> tuple[Replica, ...]:
 
 
 def _replica(topology: Topology, replica: Replica, ports: _Ports) -> ReplicaPlan:
-    sends = replica.role is Role.PREFILL
+    own = is_native(topology, replica)
+    sends = replica.role is Role.PREFILL and not own
     http_port = ports.of(replica, "http_port")
     return ReplicaPlan(
         name=replica.name,
@@ -205,7 +217,8 @@ def _replica(topology: Topology, replica: Replica, ports: _Ports) -> ReplicaPlan
         ),
         data_host=_data_host(topology, replica),
         data_port=ports.of(replica, "data_port") if sends else None,
-        side_port=replica.side_port,
+        side_port=(ports.of(replica, "side_port") if has_side_port(topology, replica) else None),
+        native=own,
         declared=replica,
     )
 
@@ -231,7 +244,8 @@ class _Ports:
         if kept is not None:
             self._taken |= set(kept.agent_ports.values())
             for r in kept.replicas:
-                self._taken |= {r.http_port, r.data_port or 0, r.route_port or 0}
+                self._taken |= {r.http_port, r.data_port or 0, r.side_port or 0}
+                self._taken |= {r.route_port or 0}
         span = LAST_PORT - FIRST_PORT + 1
         seed = hashlib.sha256(topology.name.encode()).digest()
         start = int.from_bytes(seed[:4]) % span

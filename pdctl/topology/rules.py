@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from pdctl.topology import addresses, alone, limits
+from pdctl.topology import addresses, alone, limits, native
 from pdctl.topology.contract import Contract
 from pdctl.topology.diagnostics import Diagnostic, Severity
 from pdctl.topology.fields import split_address
@@ -169,15 +169,14 @@ def _exposure(topology: Topology) -> Iterable[Diagnostic]:
 
 def _unused(topology: Topology) -> Iterable[Diagnostic]:
     for i, r in enumerate(topology.replicas):
-        if r.data_port is not None and r.role is not Role.PREFILL:
+        for kind, why in _unused_ports(topology, r):
             yield Diagnostic(
                 severity=Severity.WARNING,
                 code="topology.unused_port",
-                summary=f'replica "{r.name}": data_port is unused, because only prefill replicas '
-                "listen for the data plane",
-                field=f"replicas[{i}].data_port",
+                summary=f'replica "{r.name}": {kind} is unused, because {why}',
+                field=f"replicas[{i}].{kind}",
                 replica=r.name,
-                hint="leave data_port away",
+                hint=f"leave {kind} away",
             )
     if topology.sharing is not None and limits.ordinary_replicas(topology) < 2:
         yield Diagnostic(
@@ -187,6 +186,16 @@ def _unused(topology: Topology) -> Iterable[Diagnostic]:
             field="sharing",
             hint="leave [sharing] away",
         )
+
+
+def _unused_ports(topology: Topology, replica: Replica) -> Iterator[tuple[str, str]]:
+    """(port, why nobody listens there) of the declared ones."""
+    if replica.data_port is not None and replica.role is not Role.PREFILL:
+        yield "data_port", "only prefill replicas listen for the data plane"
+    elif replica.data_port is not None and native.is_native(topology, replica):
+        yield "data_port", 'with transport = "native" its engine\'s own handoff listens instead'
+    if replica.side_port is not None and not native.has_side_port(topology, replica):
+        yield "side_port", "no native handoff listens on this replica"
 
 
 def _roles(topology: Topology) -> Iterable[Diagnostic]:
@@ -215,6 +224,7 @@ RULES: tuple[Callable[[Topology], Iterable[Diagnostic]], ...] = (
     _paths,
     addresses.addresses,
     addresses.routes,
+    native.rules,
     _exposure,
     _unused,
     alone.baseline,

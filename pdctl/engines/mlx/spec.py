@@ -37,6 +37,7 @@ class MlxSpec:
     engine = Engine.MLX
     supported = ("0.31.3", "0.33")
     recomputes_last_token = True
+    prefills_first = False
     owned_options = frozenset(OWNED)
     constraints: frozenset[str] = frozenset()
     ranking: Mapping[str, Any] = {"logprobs": True, "top_logprobs": 10}
@@ -78,7 +79,9 @@ class MlxSpec:
     def prefill_body(self, body: dict[str, Any], leg: Leg) -> dict[str, Any]:
         return {**one_token(body, NOT_ON_PREFILL), "pdctl": msgspec.to_builtins(leg)}
 
-    def decode_body(self, body: dict[str, Any], leg: Leg) -> dict[str, Any]:
+    def decode_body(
+        self, body: dict[str, Any], leg: Leg, prefilled: bytes | None = None
+    ) -> dict[str, Any]:
         return {**body, "pdctl": msgspec.to_builtins(leg)}
 
     def abort(self, room: int) -> tuple[str, dict[str, Any]] | None:

@@ -11,7 +11,7 @@ from sglang.srt.disaggregation import utils
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from pdctl.engines.sglang import arrivals, joining, naming
-from pdctl.engines.sglang.spec import BACKEND
+from pdctl.engines.sglang.spec import BACKEND, NATIVE
 
 MEMBER = BACKEND.upper()
 
@@ -40,8 +40,17 @@ def add_backend() -> None:
 def class_of(original: Callable[..., Any], transfer_backend: Any, class_type: Any) -> Any:
     """SGLang's factory of a backend's classes."""
     kinds = utils.KVClassType
-    if transfer_backend.value != BACKEND or class_type is kinds.KVARGS:
+    if class_type is kinds.KVARGS or transfer_backend.value not in (BACKEND, NATIVE):
         return original(transfer_backend, class_type)
+    if transfer_backend.value == NATIVE:
+        from pdctl.engines.sglang import native
+
+        return {
+            kinds.MANAGER: native.NativeManager,
+            kinds.SENDER: native.NativeSender,
+            kinds.RECEIVER: native.NativeReceiver,
+            kinds.BOOTSTRAP_SERVER: native.NativeServer,
+        }[class_type]
     from pdctl.engines.sglang.exchange import Exchange
     from pdctl.engines.sglang.receiving import DecodeLeg
     from pdctl.engines.sglang.sending import PrefillLeg

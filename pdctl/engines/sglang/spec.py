@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import msgspec
 
 from pdctl.engines.bodies import error_of, has_media, one_token
-from pdctl.engines.commands import environment_of, python_of
+from pdctl.engines.commands import environment_of, python_of, ucx_environment
 from pdctl.engines.engine_config import check_one_device, whole_number
 from pdctl.engines.interface import Command, Leg
 from pdctl.engines.memory import needed_bytes
@@ -26,6 +27,9 @@ PLUGIN = "pdctl"
 
 BACKEND = "pdctl"
 """The transfer backend that the plug-in adds to SGLang's own."""
+
+NATIVE = "nixl"
+"""SGLang's own."""
 
 LEG_FIELD = "pdctl"
 """Of `custom_params`."""
@@ -90,6 +94,7 @@ class SglangSpec:
     engine = Engine.SGLANG
     supported = ("0.5.21", "0.5.24")
     recomputes_last_token = False
+    prefills_first = False
     owned_options = frozenset(OWNED)
     constraints = CONSTRAINTS
     ranking: Mapping[str, Any] = {"logprobs": 10, "return_token_ids": True}
@@ -107,8 +112,6 @@ class SglangSpec:
 
     def command(self, replica: ReplicaPlan, host: Host, plan: Plan) -> Command:
         declared = replica.declared
-        moves = replica.role is not Role.BOTH
-        backend = ("--disaggregation-transfer-backend", BACKEND) if moves else ()
         return Command(
             argv=(
                 python_of(declared, host),
@@ -121,16 +124,18 @@ class SglangSpec:
                 *("--context-length", str(plan.context_length)),
                 *("--page-size", str(PAGE_TOKENS)),
                 *("--disaggregation-mode", ROLES[replica.role]),
-                *backend,
+                *_backend(replica),
                 *option_arguments(declared.engine_config),
             ),
-            env=_env(declared, host),
+            env=_env(declared, host, _own_handoff(replica, plan)),
         )
 
     def prefill_body(self, body: dict[str, Any], leg: Leg) -> dict[str, Any]:
         return {**one_token(body, NOT_ON_PREFILL), **_fields(body, leg)}
 
-    def decode_body(self, body: dict[str, Any], leg: Leg) -> dict[str, Any]:
+    def decode_body(
+        self, body: dict[str, Any], leg: Leg, prefilled: bytes | None = None
+    ) -> dict[str, Any]:
         return {**body, **_fields(body, leg)}
 
     def abort(self, room: int) -> tuple[str, dict[str, Any]] | None:
@@ -183,10 +188,33 @@ def _fields(body: dict[str, Any], leg: Leg) -> dict[str, Any]:
     }
 
 
-def _env(replica: Replica, host: Host) -> dict[str, str]:
+def _backend(replica: ReplicaPlan) -> tuple[str, ...]:
+    if replica.role is Role.BOTH:
+        return ()
+    if not replica.native:
+        return "--disaggregation-transfer-backend", BACKEND
+    port = replica.side_port
+    meeting = () if port is None else ("--disaggregation-bootstrap-port", str(port))
+    return "--disaggregation-transfer-backend", NATIVE, *meeting
+
+
+def _own_handoff(replica: ReplicaPlan, plan: Plan) -> dict[str, str]:
+    """Of SGLang's own: the address of all that it listens on, and its deadlines."""
+    if not replica.native:
+        return {}
+    timeout_s = str(math.ceil(plan.timeout_s))
+    return {
+        "SGLANG_HOST_IP": replica.data_host,
+        "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": timeout_s,
+        "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": timeout_s,
+        **ucx_environment(replica),
+    }
+
+
+def _env(replica: Replica, host: Host, more: Mapping[str, str] | None = None) -> dict[str, str]:
     chosen = ",".join(map(str, replica.devices))
     devices = {"CUDA_VISIBLE_DEVICES": chosen} if chosen else {}
-    return environment_of(replica, host, {**QUIET_ENV, **devices})
+    return environment_of(replica, host, {**QUIET_ENV, **devices, **(more or {})})
 
 
 def _refusals(body: dict[str, Any], role: Role) -> Iterator[tuple[str, str]]:

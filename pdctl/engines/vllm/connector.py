@@ -22,17 +22,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from pdctl.engines.vllm.blocks import open_blocks
-from pdctl.engines.vllm.effective import declared_positions, loaded_rope_theta
+from pdctl.engines.vllm.effective import loaded
 from pdctl.engines.vllm.interface import Blocks
-from pdctl.engines.vllm.probe import engine_version
 from pdctl.engines.vllm.scheduling import SchedulerHalf
-from pdctl.engines.vllm.session import Loaded, Session
+from pdctl.engines.vllm.session import Session
 from pdctl.engines.vllm.steps import Notice, Step
 from pdctl.engines.vllm.working import WorkerHalf
 from pdctl.errors import LaunchError
 from pdctl.handoff.page import PageGeometry
-from pdctl.topology.contract import Attention
-from pdctl.topology.model import ComputeDtype, Role
+from pdctl.topology.model import Role
 
 log = logging.getLogger("pdctl.engines.vllm")
 
@@ -95,9 +93,9 @@ class PdctlConnector(KVConnectorBase_V1):  # type: ignore[misc]
         except ValueError as error:
             raise LaunchError(f"vLLM's KV memory can't be converted: {error}") from error
         self._blocks = blocks
-        loaded = _loaded(config, kv_caches, blocks.block_tokens)
+        found = loaded(config, len(kv_caches), blocks.block_tokens)
         try:
-            session.open(loaded, blocks.page_memory)
+            session.open(found, blocks.page_memory)
         except MemoryError as error:
             raise LaunchError(str(error), hint="lower handoff.buffer_bytes") from error
         self._worker = WorkerHalf(session, blocks)
@@ -181,26 +179,3 @@ class PdctlConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def _half(self) -> SchedulerHalf:
         assert self._scheduler is not None
         return self._scheduler
-
-
-def _loaded(config: Any, caches: dict[str, torch.Tensor], block_tokens: int) -> Loaded:
-    model = config.model_config
-    theta = loaded_rope_theta()
-    positions = declared_positions(model.hf_text_config)
-    sliding = model.get_sliding_window()
-    return Loaded(
-        engine_version=engine_version(),
-        attention=Attention(
-            kind="sliding" if sliding else "full",
-            layers=len(caches),
-            kv_heads=model.get_total_num_kv_heads(),
-            head_dim=model.get_head_size(),
-        ),
-        positions={
-            **positions,
-            "rope_theta": positions["rope_theta"] if theta is None else theta,
-            "context_length": model.max_model_len,
-        },
-        compute_dtype=ComputeDtype(str(model.dtype).removeprefix("torch.")),
-        block_tokens=block_tokens,
-    )

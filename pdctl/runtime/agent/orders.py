@@ -101,6 +101,7 @@ class Orders:
             compute_dtype=plan.compute_dtype,
             data_host=plan.data_host,
             data_port=plan.data_port,
+            native=plan.native,
             handoff=HandoffSettings(
                 timeout_s=handoff.timeout_s,
                 on_failure=handoff.on_failure,

@@ -22,7 +22,7 @@ def planned(plan: ReplicaPlan) -> MemberState:
         http_host=plan.http_host,
         http_port=plan.http_port,
         data_host=plan.data_host,
-        data_port=plan.data_port,
+        data_port=plan.sender_port,
         compute_dtype=plan.compute_dtype,
     )
 

@@ -69,7 +69,9 @@ def required(column: Column, tokens: int, page_bytes: int | None) -> Required:
     """What one prompt of `tokens` must move on `column` (DESIGN §6: the tail page is whole)."""
     if not column.is_pair:
         return Required(imported_tokens=0, host_bytes=0, gpu_bytes=0)
-    imported = tokens if column.engines[-1] in _IMPORTS_WHOLE_PROMPT else tokens - 1
+    native = column.transport is Transport.NATIVE
+    whole = native or column.engines[-1] in _IMPORTS_WHOLE_PROMPT
+    imported = tokens if whole else tokens - 1
     pages = -(-imported // PAGE_TOKENS)
     moved = None if page_bytes is None else pages * page_bytes
     if column.transport is Transport.TCP:

@@ -131,7 +131,7 @@ def _count(histogram: Mapping[str, Any]) -> int:
 
 
 def _number(entry: Mapping[str, Any], name: str) -> int:
-    return int(entry.get(name, 0))
+    return int(entry.get(name) or 0)
 
 
 def _state_sentence(subject: str, entry: Mapping[str, Any]) -> str:

@@ -30,7 +30,7 @@ STOP_S = 40.0
 UNDRAINED_S = 30.0
 """How long running requests may hold up the undoing of a change."""
 ENDED = frozenset({"stopped", "failed"})
-MOVED = frozenset({"http_port", "data_port", "address"})
+MOVED = frozenset({"http_port", "data_port", "side_port", "address"})
 """Where others reach a replica: nobody may be on the way when that changes."""
 
 

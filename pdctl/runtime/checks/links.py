@@ -50,8 +50,8 @@ def trials_of(plan: Plan) -> list[Trial]:
     found = []
     for pair in plan.pairs:
         sender, receiver = plan.replica(pair.prefill), plan.replica(pair.decode)
-        if sender.data_port is not None:
-            port = sender.data_port
+        if sender.sender_port is not None:
+            port = sender.sender_port
             found.append(Trial(pair=pair, sender=sender, receiver=receiver, port=port))
     return found
 
@@ -117,7 +117,7 @@ def try_link(ground: Ground, trial: Trial, *, measure_bytes: int = 0) -> Tried:
 
 def try_own_port(ground: Ground, trial: Trial) -> Tried:
     """Whether a running sender's own port takes connections; it hangs up on us, unharmed."""
-    own = msgspec.structs.replace(trial, port=trial.sender.data_port)
+    own = msgspec.structs.replace(trial, port=trial.sender.sender_port)
     far = ground.hosts[trial.receiver.host]
     try:
         dialled = far.survey.dial(own.address, secrets.token_hex(16), timeout_s=DIAL_S)

@@ -32,7 +32,7 @@ def check_ports(ground: Ground, plan: Plan) -> list[Diagnostic]:
 
 
 def mute_senders(problems: Iterable[Diagnostic]) -> frozenset[str]:
-    """Replicas whose data port can't be listened on, which says why their pairs don't work."""
-    return frozenset(
-        d.replica for d in problems if d.replica and (d.field or "").endswith(".data_port")
-    )
+    """Replicas whose data or side port can't be listened on, which says why their pairs don't
+    work."""
+    kinds = (".data_port", ".side_port")
+    return frozenset(d.replica for d in problems if d.replica and (d.field or "").endswith(kinds))

@@ -8,7 +8,7 @@ import msgspec
 
 from pdctl.engines.channel import MemberState, PairState
 from pdctl.errors import ClusterError, HostError, PdctlError
-from pdctl.handoff.counters import PairCounters
+from pdctl.handoff.counters import shown_counters, shown_pair
 from pdctl.runtime.agent import journal
 from pdctl.runtime.agent.journal import ROUTER, Entry
 from pdctl.runtime.agent.view import RouterState, Snapshot
@@ -61,8 +61,11 @@ def from_snapshot(record: ClusterRecord, snapshot: Snapshot) -> Status:
         pairs=[
             {
                 **msgspec.to_builtins(pair),
-                **msgspec.to_builtins(
-                    pair_counters(members.get(pair.prefill), members.get(pair.decode))
+                **shown_pair(
+                    *(
+                        None if end is None else (end.name, end.counters)
+                        for end in (members.get(pair.prefill), members.get(pair.decode))
+                    )
                 ),
             }
             for pair in snapshot.pairs
@@ -114,24 +117,10 @@ def from_journal(record: ClusterRecord, found: journal.Journal, problem: PdctlEr
     )
 
 
-def pair_counters(prefill: MemberState | None, decode: MemberState | None) -> PairCounters:
-    """A pair's counters: of what both ends count, the larger; they report at different
-    moments, and some failures are known to one of them only."""
-    ends = [
-        one.counters.pairs.get(other.name, PairCounters())
-        for one, other in ((prefill, decode), (decode, prefill))
-        if one is not None and other is not None
-    ]
-    names = PairCounters.__struct_fields__
-    return PairCounters(**{n: max((getattr(end, n) for end in ends), default=0) for n in names})
-
-
 def _replica(
     member: MemberState, canaries: tuple[PairState, ...], routed: dict[str, int]
 ) -> dict[str, Any]:
     canary = next((c for c in canaries if c.decode == member.name), None)
-    counters = msgspec.to_builtins(member.counters)
-    del counters["pairs"], counters["rooms"], counters["decoding"]
     return {
         "name": member.name,
         "engine": member.engine.value,
@@ -147,7 +136,7 @@ def _replica(
         "engine_version": member.engine_version,
         "compute_dtype": member.compute_dtype.value if member.compute_dtype else None,
         "routed_active": routed.get(member.name, 0),
-        **counters,
+        **shown_counters(member.counters),
     }
 
 

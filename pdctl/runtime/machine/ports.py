@@ -39,6 +39,8 @@ def _bindings(plan: Plan, host: str) -> Iterator[Binding]:
         ports = [("http_port", (r.http_host, r.http_port))]
         if r.data_port is not None:
             ports.append(("data_port", (r.data_host, r.data_port)))
+        if r.side_port is not None:
+            ports.append(("side_port", (r.data_host, r.side_port)))
         for kind, where in ports:
             subject, field = f'replica "{r.name}" {kind}', f"replicas[{i}].{kind}"
             yield Binding(subject=subject, address=where, field=field, replica=r.name)

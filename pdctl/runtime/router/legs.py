@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import aiohttp
@@ -9,6 +10,7 @@ import msgspec
 
 from pdctl.engines.channel import Failed
 from pdctl.engines.interface import EngineSpec
+from pdctl.errors import HandoffError
 from pdctl.runtime.router.failure import ENGINE_ERROR, RequestFailed, on_leg
 from pdctl.runtime.router.members import Seat
 from pdctl.runtime.router.stream import Event, EventTooLong, Splitter
@@ -48,6 +50,8 @@ def open_session() -> aiohttp.ClientSession:
 class EngineCall:
     """One leg of a request: sent once, read once, closed once.
 
+    A `follow` makes the body of prefill's answer; the leg begins only then.
+
     `finished` says that the engine has answered to the end, so that nothing is left to abort
     there; `reached` that it may have seen the request at all.
     """
@@ -61,6 +65,7 @@ class EngineCall:
         leg: str,
         endpoint: str,
         body: dict[str, Any],
+        follow: Callable[[bytes], dict[str, Any]] | None = None,
     ) -> None:
         self.seat = seat
         self.spec = spec
@@ -70,6 +75,7 @@ class EngineCall:
         self._session = session
         self._url = seat.base_url + endpoint
         self._body = body
+        self._follow = follow
         self._response: aiohttp.ClientResponse | None = None
         self._splitter = Splitter()
         self._events: list[Event] = []
@@ -77,6 +83,23 @@ class EngineCall:
     @property
     def name(self) -> str:
         return on_leg(self.leg, self.seat.name)
+
+    @property
+    def follows(self) -> bool:
+        """Whether it begins with what prefill answered."""
+        return self._follow is not None
+
+    def take(self, prefilled: bytes) -> None:
+        """Makes its body of prefill's answer.
+
+        Raises:
+            RequestFailed: 502, there is nothing to begin with in it.
+        """
+        assert self._follow is not None
+        try:
+            self._body = self._follow(prefilled)
+        except HandoffError as error:
+            raise self._failure(error.message, code=error.cause) from None
 
     async def send(self) -> None:
         """Sends the body and waits for the engine's status.

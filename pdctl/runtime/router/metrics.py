@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from pdctl.handoff.counters import BUCKETS_S, Counters, PairCounters
+from pdctl.handoff.counters import BUCKETS_S, INNER, Counters, PairCounters, shown_pair
 from pdctl.runtime.router.failure import RequestFailed
 from pdctl.runtime.router.members import Roster, Seat
 from pdctl.runtime.router.recent import RecentFailures
@@ -18,23 +18,17 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 GAUGES = frozenset({"handoffs_active", "buffer_bytes_used", "waiters", "requests_active"})
 SCALARS = tuple(
-    name
-    for name in Counters.__struct_fields__
-    if name not in ("failures", "phases", "pairs", "rooms", "decoding")
+    name for name in Counters.__struct_fields__ if name not in ("failures", "phases", *INNER)
 )
 _BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
 
 
-def pair_counters(prefill: Seat | None, decode: Seat | None) -> PairCounters:
-    """A pair's counters: of what both ends count, the larger; the ends report at different
-    moments, and some failures are known to one of them only."""
-    ends = [
-        seat.state.counters.pairs.get(peer.name, PairCounters())
-        for seat, peer in ((prefill, decode), (decode, prefill))
-        if seat is not None and peer is not None
-    ]
-    names = PairCounters.__struct_fields__
-    return PairCounters(**{n: max((getattr(end, n) for end in ends), default=0) for n in names})
+def pair_counters(prefill: Seat | None, decode: Seat | None) -> dict[str, int | None]:
+    """A pair's counters; None is what neither end can tell."""
+    ends = (
+        None if seat is None else (seat.name, seat.state.counters) for seat in (prefill, decode)
+    )
+    return shown_pair(*ends)
 
 
 class Meter:
@@ -124,6 +118,8 @@ class _Replicas(Collector):
         for name in SCALARS:
             family = Metric(f"pdctl_{name}", f"{name} of one replica.", _kind(name))
             for seat in seats:
+                if name in seat.state.counters.untold:
+                    continue
                 labels = {"replica": seat.name, "role": seat.state.role.value}
                 family.add_sample(f"pdctl_{name}", labels, getattr(seat.state.counters, name))
             yield family
@@ -163,8 +159,10 @@ class _Replicas(Collector):
             family = Metric(name, f"{field} of one pair.", _kind(field))
             for path in pairs:
                 ends = self._roster.seat(path.prefill or ""), self._roster.seat(path.decode)
-                labels = {"prefill": path.prefill or "", "decode": path.decode}
-                family.add_sample(name, labels, getattr(pair_counters(*ends), field))
+                told = pair_counters(*ends)[field]
+                if told is not None:
+                    labels = {"prefill": path.prefill or "", "decode": path.decode}
+                    family.add_sample(name, labels, told)
             yield family
 
     def _states(self) -> Metric:

@@ -10,7 +10,7 @@ import msgspec
 
 from pdctl import __version__
 from pdctl.engines.channel import PairState
-from pdctl.handoff.counters import BUCKETS_S
+from pdctl.handoff.counters import BUCKETS_S, shown_counters
 from pdctl.runtime.router.members import Roster, Seat
 from pdctl.runtime.router.metrics import Meter, pair_counters
 from pdctl.runtime.router.recent import Flight
@@ -78,20 +78,13 @@ def _replica(seat: Seat, roster: Roster) -> dict[str, Any]:
         "engine_version": state.engine_version,
         "compute_dtype": state.compute_dtype.value if state.compute_dtype else None,
         "routed_active": seat.active,
-        **_counters(state.counters),
+        **shown_counters(state.counters),
     }
 
 
 def _pair(state: PairState, roster: Roster) -> dict[str, Any]:
     ends = roster.seat(state.prefill), roster.seat(state.decode)
-    return {**msgspec.to_builtins(state), **_counters(pair_counters(*ends))}
-
-
-def _counters(counters: msgspec.Struct) -> dict[str, Any]:
-    built: dict[str, Any] = msgspec.to_builtins(counters)
-    for inner in ("pairs", "rooms", "decoding"):
-        built.pop(inner, None)
-    return built
+    return {**msgspec.to_builtins(state), **pair_counters(*ends)}
 
 
 def readiness(roster: Roster) -> tuple[bool, dict[str, Any]]:

@@ -66,6 +66,7 @@ class PdctlConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 Role(transfer.get_from_extra_config("role", "both")),
                 vllm_config.cache_config.block_size,
                 recomputes=transfer.kv_load_failure_policy == "recompute",
+                shares=bool(transfer.get_from_extra_config("shares", False)),
             )
         else:
             http_port = int(transfer.get_from_extra_config("http_port", 0))
@@ -98,7 +99,8 @@ class PdctlConnector(KVConnectorBase_V1):  # type: ignore[misc]
             session.open(found, blocks.page_memory)
         except MemoryError as error:
             raise LaunchError(str(error), hint="lower handoff.buffer_bytes") from error
-        self._worker = WorkerHalf(session, blocks)
+        step_tokens = config.scheduler_config.max_num_batched_tokens
+        self._worker = WorkerHalf(session, blocks, step_tokens=step_tokens)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """The one call that every version makes before the forward: 0.32.0 makes
@@ -137,6 +139,8 @@ class PdctlConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return NoticeMetadata(notices) if notices else None
 
     def shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
         if self._session is not None:
             self._session.close()
         if self._blocks is not None:

@@ -10,6 +10,13 @@ allocated for it before that, so no two ends wait for each other's memory.
                               not loaded, so that vLLM fails this request alone; or, where the
                               topology says so, it computes its prompt itself
 
+Where ordinary replicas share their prefixes, a prompt waits in the same way until what the
+host's page store has of it is known:
+
+    New      →  Waiting  the engine's own prefix cache lacks a page of it or more
+    New      →  Open     it does not: the store isn't asked
+    Waiting  →  Open     the store has answered, with a miss where it can't
+
 All methods are called by the scheduler's thread. Objects of vLLM are duck-typed: the names are
 those of 0.28.0 to 0.32.0. vLLM's engine dies of what a connector raises, so that an error about
 one request ends that request here, and no other (R34).
@@ -17,14 +24,11 @@ one request ends that request here, and no other (R34).
 
 from __future__ import annotations
 
-import enum
 import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import msgspec
-
-from pdctl.engines.interface import Leg
+from pdctl.engines.vllm.asks import Ask, Standing, leg_of, progress, released
 from pdctl.engines.vllm.steps import (
     Begin,
     Doom,
@@ -34,33 +38,12 @@ from pdctl.engines.vllm.steps import (
     News,
     Notice,
     Place,
+    Seek,
     Step,
 )
-from pdctl.topology.model import Role
+from pdctl.topology.model import PAGE_TOKENS, Role
 
 log = logging.getLogger("pdctl.engines.vllm")
-
-
-class Standing(enum.Enum):
-    WAITING = "waiting"
-    OPEN = "open"
-    PLACED = "placed"
-    FAILED = "failed"
-
-
-class Ask:
-    """One request that has a leg."""
-
-    def __init__(self, role: Role, tokens: int) -> None:
-        self.leg: Leg | None = None
-        self.role = role
-        self.tokens = tokens
-        self.standing = Standing.WAITING
-        self.local_tokens = 0
-        """Positions that the engine's prefix cache held at the last look."""
-        self.blocks: list[int] = []
-        self.starts = False
-        """Imported, and its first forward is still to come."""
 
 
 class SchedulerHalf:
@@ -68,15 +51,20 @@ class SchedulerHalf:
     role: of this replica; `both` takes no legs.
     block_tokens: vLLM's block size.
     recomputes: a decode request whose handoff failed computes its prompt here.
+    shares: an ordinary replica's prompts look into the page store.
     """
 
-    def __init__(self, role: Role, block_tokens: int, *, recomputes: bool) -> None:
+    def __init__(
+        self, role: Role, block_tokens: int, *, recomputes: bool, shares: bool = False
+    ) -> None:
         self._role = role
         self._block_tokens = block_tokens
         self._recomputes = recomputes
+        self._shares = shares
         self._asks: dict[str, Ask] = {}
         self._active: set[str] = set()
         self._begin: list[Begin] = []
+        self._seek: list[Seek] = []
         self._finish: list[Finish] = []
         self._place: list[Place] = []
         self._doom: list[Doom] = []
@@ -90,8 +78,11 @@ class SchedulerHalf:
         self._prompt_tokens += request.num_prompt_tokens
         params = request.kv_transfer_params
         if not isinstance(params, dict) or "pdctl" not in params:
+            if self._shares and request.prompt_token_ids is not None:
+                ask = self._asks[request.request_id] = Ask(self._role, request.num_prompt_tokens)
+                ask.standing = Standing.NEW
             return
-        if (room := _released(params["pdctl"])) is not None:
+        if (room := released(params["pdctl"])) is not None:
             self._release.append(room)
             return
         ask = self._asks[request.request_id] = Ask(self._role, request.num_prompt_tokens)
@@ -103,7 +94,7 @@ class SchedulerHalf:
             ask.standing = Standing.FAILED
 
     def _open(self, request: Any, ask: Ask, params: dict[str, Any]) -> None:
-        ask.leg = _leg_of(params)
+        ask.leg = leg_of(params)
         tokens = request.prompt_token_ids
         if ask.leg is None or tokens is None or self._role is Role.BOTH:
             log.warning("request=%s has a leg that is not for this replica", request.request_id)
@@ -119,14 +110,28 @@ class SchedulerHalf:
         if ask is None or ask.standing is Standing.PLACED:
             return 0, False
         ask.local_tokens = local_tokens
+        if ask.standing is Standing.NEW:
+            self._look(request, ask)
         if ask.standing is Standing.WAITING:
             return None, False
         if ask.standing is Standing.FAILED:
             return (0, False) if self._computes_itself(ask) else (1, True)
-        if ask.role is Role.PREFILL:
-            return 0, False
-        missing = ask.tokens - 1 - local_tokens
+        missing = ask.available - local_tokens
         return (missing, True) if missing > 0 else (0, False)
+
+    def _look(self, request: Any, ask: Ask) -> None:
+        """One page costs less to compute than to look for."""
+        lacking = ask.tokens - 1 - ask.local_tokens
+        if lacking < PAGE_TOKENS or request.skip_reading_prefix_cache:
+            ask.standing = Standing.OPEN
+            return
+        ask.standing, ask.sought = Standing.WAITING, True
+        seek = Seek(
+            request_id=request.request_id,
+            token_ids=list(request.prompt_token_ids),
+            salt=request.cache_salt or "",
+        )
+        self._seek.append(seek)
 
     def placed(self, request: Any, blocks: Sequence[int], external_tokens: int) -> None:
         """The request has blocks, those of its prefix cache included."""
@@ -151,13 +156,13 @@ class SchedulerHalf:
         if ask.standing is Standing.FAILED:
             if external_tokens:
                 self._doom.append(Doom(request_id=request_id, blocks=private))
-        elif ask.role is Role.DECODE:
+        elif ask.fills:
             ask.starts = external_tokens > 0
             self._place.append(
                 Place(
                     request_id=request_id,
                     blocks=blocks,
-                    held_tokens=ask.tokens - 1 - external_tokens,
+                    held_tokens=ask.available - external_tokens,
                     private=private if external_tokens else [],
                 )
             )
@@ -173,6 +178,7 @@ class SchedulerHalf:
         )
         made = Step(
             begin=self._begin,
+            seek=self._seek,
             finish=self._finish,
             place=self._place,
             doom=self._doom,
@@ -182,7 +188,7 @@ class SchedulerHalf:
             load=load,
         )
         self._begin, self._finish, self._place, self._doom = [], [], [], []
-        self._release = []
+        self._seek, self._release = [], []
         self._prompt_tokens = self._output_tokens = 0
         self._decoded = []
         return made
@@ -194,6 +200,10 @@ class SchedulerHalf:
                 continue
             failed = notice.news is News.FAILED
             ask.standing = Standing.FAILED if failed else Standing.OPEN
+            if notice.news is News.OFFERED:
+                ask.available = ask.tokens - 1
+            elif notice.news is News.FOUND:
+                ask.available = min(notice.tokens, ask.tokens - 1)
 
     def finished(self, request: Any) -> None:
         """The request has ended, in whatever way; may be called twice."""
@@ -206,6 +216,7 @@ class SchedulerHalf:
         if ask.leg is not None and ask.role is Role.DECODE:
             self._decoded.append(ask.leg.room)
         self._begin = [b for b in self._begin if b.request_id != request.request_id]
+        self._seek = [s for s in self._seek if s.request_id != request.request_id]
         outputs = request.output_token_ids
         normal = request.status.name in ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
         token = int(outputs[0]) if normal and len(outputs) else None
@@ -228,9 +239,9 @@ class SchedulerHalf:
                 yield ask.leg.room
 
     def _exports(self, scheduled: Any) -> Iterator[Export]:
-        for request_id, blocks, anew, computed in _progress(scheduled):
+        for request_id, blocks, anew, computed in progress(scheduled):
             ask = self._asks.get(request_id)
-            if ask is None or ask.role is not Role.PREFILL:
+            if ask is None or not ask.exports(computed):
                 continue
             ask.blocks = blocks if anew else ask.blocks + blocks
             positions = computed + scheduled.num_scheduled_tokens[request_id]
@@ -239,30 +250,3 @@ class SchedulerHalf:
                 blocks=list(ask.blocks),
                 positions=min(positions, ask.tokens),
             )
-
-
-def _progress(scheduled: Any) -> Iterator[tuple[str, list[int], bool, int]]:
-    """(request, blocks, whether these are all of its blocks, positions computed before this
-    step) of everything that runs. A request resumed after a preemption brings all of them."""
-    for new in scheduled.scheduled_new_reqs:
-        yield new.req_id, list(new.block_ids[0]), True, new.num_computed_tokens
-    cached = scheduled.scheduled_cached_reqs
-    for at, request_id in enumerate(cached.req_ids):
-        more = cached.new_block_ids[at]
-        blocks = list(more[0]) if more else []
-        resumed = request_id in cached.resumed_req_ids
-        yield request_id, blocks, resumed, cached.num_computed_tokens[at]
-
-
-def _released(order: Any) -> int | None:
-    """The room of an order that takes a leg's place (`spec.release`)."""
-    room = order.get("release") if isinstance(order, dict) else None
-    return room if isinstance(room, int) else None
-
-
-def _leg_of(params: dict[str, Any]) -> Leg | None:
-    try:
-        return msgspec.convert(params["pdctl"], Leg)
-    except msgspec.ValidationError as error:
-        log.warning("kv_transfer_params.pdctl is not a leg: %s", error)
-        return None

@@ -21,8 +21,16 @@ class Begin(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: list[int]
 
 
+class Seek(msgspec.Struct, frozen=True, kw_only=True):
+    """A prompt of an ordinary replica, part of which the host's page store may have."""
+
+    request_id: str
+    token_ids: list[int]
+    salt: str
+
+
 class Place(msgspec.Struct, frozen=True, kw_only=True):
-    """A decode request has its blocks: positions [held_tokens, tokens - 1) are to be filled."""
+    """A request has its blocks: what comes from elsewhere is to fill them from `held_tokens` on."""
 
     request_id: str
     blocks: list[int]
@@ -32,7 +40,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Export(msgspec.Struct, frozen=True, kw_only=True):
-    """After this step, positions [0, positions) of a prefill request stand in `blocks`."""
+    """After this step, positions [0, positions) of a prompt stand in `blocks`."""
 
     request_id: str
     blocks: list[int]
@@ -71,6 +79,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     """One step's orders, in the order in which the worker's half obeys them."""
 
     begin: list[Begin] = []
+    seek: list[Seek] = []
     place: list[Place] = []
     doom: list[Doom] = []
     finish: list[Finish] = []
@@ -87,6 +96,8 @@ class News(enum.StrEnum):
     """Prefill: the pages of the whole prompt are there."""
     OFFERED = "offered"
     """Decode: the sender has reserved and offered the prompt."""
+    FOUND = "found"
+    """Ordinary: what the page store has of the prompt is known."""
     FAILED = "failed"
 
 
@@ -95,3 +106,5 @@ class Notice(msgspec.Struct, frozen=True, kw_only=True):
 
     request_id: str
     news: News
+    tokens: int = 0
+    """FOUND: of the prompt's first positions, how many need not be computed."""

@@ -13,12 +13,14 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from pdctl.engines.channel import Failed
-from pdctl.engines.vllm.exports import Exports
+from pdctl.engines.vllm.exports import Exports, Taker
 from pdctl.engines.vllm.interface import Blocks, Span
 from pdctl.engines.vllm.legs import DecodeLeg, PrefillLeg
 from pdctl.engines.vllm.session import Session
-from pdctl.engines.vllm.steps import Begin, Doom, Export, Finish, News, Notice, Place, Step
+from pdctl.engines.vllm.sharing import Sharer, Sharing
+from pdctl.engines.vllm.steps import Begin, Doom, Export, Finish, News, Notice, Place, Seek, Step
 from pdctl.errors import HandoffError
+from pdctl.handoff.page import PageGeometry
 from pdctl.handoff.pulse import guarded
 from pdctl.trace import monotonic_s
 
@@ -27,14 +29,20 @@ log = logging.getLogger("pdctl.engines.vllm")
 
 class WorkerHalf:
     """`obey`, `saved` for each layer, `forwarded` and `collect` are called in that order by the
-    worker's thread in each step; the `Desk` methods by any thread."""
+    worker's thread in each step; the `Desk` methods by any thread.
 
-    def __init__(self, session: Session, blocks: Blocks) -> None:
+    Args:
+        step_tokens: vLLM computes no more in one step.
+    """
+
+    def __init__(self, session: Session, blocks: Blocks, *, step_tokens: int) -> None:
         self._session = session
         self._blocks = blocks
-        self._exports = Exports(blocks)
+        self._sharing = self._opened_sharing(step_tokens)
+        self._exports = Exports(blocks, by_layer=self._sharing is None)
         self._prefill: dict[str, PrefillLeg] = {}
         self._decode: dict[str, DecodeLeg] = {}
+        self._sharers: dict[str, Sharer] = {}
         self._started: list[float] = []
         self._lock = threading.Lock()
         self._notices: list[Notice] = []
@@ -46,6 +54,8 @@ class WorkerHalf:
         self._session.count(step.load)
         for begin in step.begin:
             self._begin(begin)
+        for seek in step.seek:
+            self._seek(seek)
         for place in step.place:
             self._place(place)
         for doom in step.doom:
@@ -85,6 +95,11 @@ class WorkerHalf:
             self._notices, self._loaded, self._lost = [], set(), set()
         return found
 
+    def close(self) -> None:
+        """Bounded."""
+        if self._sharing is not None:
+            self._sharing.close()
+
     # -- Desk, from any thread
 
     def reserved(self, request_id: str) -> None:
@@ -92,6 +107,9 @@ class WorkerHalf:
 
     def offered(self, request_id: str) -> None:
         self._note(request_id, News.OFFERED)
+
+    def found(self, request_id: str, tokens: int) -> None:
+        self._note(request_id, News.FOUND, tokens)
 
     def failed(self, request_id: str) -> None:
         self._note(request_id, News.FAILED)
@@ -106,9 +124,32 @@ class WorkerHalf:
 
     # -- inside, on the worker's thread
 
-    def _note(self, request_id: str, news: News) -> None:
+    def _opened_sharing(self, step_tokens: int) -> Sharing | None:
+        session = self._session
+        if session.store is None:
+            return None
+        return Sharing(
+            session.store,
+            self._blocks,
+            PageGeometry.of(session.assigned.contract),
+            step_tokens=step_tokens,
+            found=self.found,
+            loaded=self.loaded,
+        )
+
+    def _note(self, request_id: str, news: News, tokens: int = 0) -> None:
         with self._lock:
-            self._notices.append(Notice(request_id=request_id, news=news))
+            self._notices.append(Notice(request_id=request_id, news=news, tokens=tokens))
+
+    def _seek(self, seek: Seek) -> None:
+        try:
+            if self._sharing is not None:
+                self._sharers[seek.request_id] = self._sharing.seek(seek)
+                return
+        # a prompt that can't be looked for is computed
+        except Exception:
+            log.exception("request=%s its prompt can't be looked for", seek.request_id)
+        self.found(seek.request_id, 0)
 
     def _begin(self, begin: Begin) -> None:
         leg, replica = begin.leg, self._session.replica
@@ -140,7 +181,11 @@ class WorkerHalf:
     def _place(self, place: Place) -> None:
         if place.private:
             self._blocks.fence()
-        self._decode[place.request_id].place(place.blocks, place.held_tokens, place.private)
+        filled = self._decode.get(place.request_id) or self._sharers.get(place.request_id)
+        if filled is not None:
+            filled.place(place.blocks, place.held_tokens, place.private)
+        elif place.private:
+            self.loaded(place.request_id, place.private)
 
     def _doomed(self, doom: Doom) -> None:
         self.loaded(doom.request_id, doom.blocks)
@@ -161,9 +206,16 @@ class WorkerHalf:
         receiving = self._decode.pop(finish.request_id, None)
         if receiving is not None:
             guarded(lambda: receiving.finish(aborted=finish.first_token is None))
+        sharer = self._sharers.pop(finish.request_id, None)
+        if sharer is not None:
+            guarded(sharer.finish)
 
-    def _spans(self, exports: Sequence[Export]) -> Iterator[tuple[PrefillLeg, Span]]:
+    def _spans(self, exports: Sequence[Export]) -> Iterator[tuple[Taker, Span]]:
         for export in exports:
+            sharer = self._sharers.get(export.request_id)
+            saving = sharer.saving(export.blocks, export.positions) if sharer else None
+            if saving is not None:
+                yield saving, saving.span
             sending = self._prefill.get(export.request_id)
             span = sending.span(export.blocks, export.positions) if sending else None
             if sending is not None and span is not None:

@@ -9,33 +9,35 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 from e2e.prompts import exact_prompt
 from engine import witness
+from engine.held import (
+    LENGTHS,
+    MlxWitness,
+    check_rounded_once,
+    handed_over,
+    ids_of,
+    same_bits,
+    tokens_of,
+)
 from engine.vllm_pairs import COMPLETIONS, Four, completion
-from engines.own_ends import captured, given
-from engines.replicas import Pair, Process, contract_of
+from engines.own_ends import given
+from engines.replicas import Pair, contract_of
 from engines.vllm_replicas import VllmProcess, needs_vllm
-from tokenizers import Tokenizer
 
 from pdctl.engines.interface import Command
-from pdctl.handoff.page import PageGeometry, unpack
+from pdctl.handoff.page import PageGeometry
 from pdctl.topology.contract import Contract
-from pdctl.topology.model import ComputeDtype, Engine, Role
+from pdctl.topology.model import ComputeDtype, Role
 
 pytestmark = pytest.mark.engine
 
-LENGTHS = (51, 64, 129, 700)
 PAIRS = ("vllm>vllm", "vllm>mlx", "mlx>vllm", "mlx>mlx")
 BLOCK_TOKENS = 64
-
-
-class MlxWitness(Process):
-    module = "engine.witness_mlx"
 
 
 class VllmWitness(VllmProcess):
@@ -51,13 +53,6 @@ class VllmWitness(VllmProcess):
             assert name in argv[at]
             argv[at] = argv[at].replace(name, instead)
         return msgspec.structs.replace(known, argv=tuple(argv))
-
-
-class Held(msgspec.Struct):
-    """Of one prompt, `[layers, 2, tokens, kv_heads, head_dim]`, each in its engine's dtype."""
-
-    computed: Any
-    imported: Any
 
 
 @pytest.fixture(scope="module")
@@ -90,63 +85,14 @@ def four(folder: Path, llama_dir: Path, contract: Contract) -> Iterator[Four]:
         yield Four(vp, vd, mp, md)
 
 
-def tokens_of(memory: np.ndarray, engine: Engine, tokens: int) -> np.ndarray:
-    """An engine's memory as `[layers, 2, tokens, kv_heads, head_dim]`.
-
-    vLLM's blocks on a CPU hold, per head, K transposed and then V.
-    """
-    if engine is Engine.MLX:
-        return memory.transpose(0, 1, 3, 2, 4)[:, :, :tokens]
-    layers, blocks, heads, size, width = memory.shape
-    halves = memory.reshape(layers, blocks, heads, 2, -1)
-    keys = halves[:, :, :, 0].reshape(layers, blocks, heads, width // 2, size)
-    values = halves[:, :, :, 1].reshape(layers, blocks, heads, size, width // 2)
-    ordered = np.stack([keys.transpose(0, 1, 4, 2, 3), values.transpose(0, 1, 3, 2, 4)], axis=1)
-    return ordered.reshape(layers, 2, blocks * size, heads, width // 2)[:, :, :tokens]
-
-
-def handed_over(folder: Path, pair: Pair, body: dict[str, Any], tokens: int) -> Held:
-    leg = pair.leg()
-    (prefilled, answer), (decoded, whole) = pair.post(COMPLETIONS, body, leg)
-    assert (prefilled, decoded) == (200, 200), (answer, whole)
-    assert whole["usage"]["prompt_tokens"] == tokens
-    found = [
-        tokens_of(witness.read(folder, leg.room, each.name), each.spec.engine, tokens)
-        for each in (pair.prefill, pair.decode)
-    ]
-    return Held(*found)
-
-
-def same_bits(left: np.ndarray, right: np.ndarray) -> bool:
-    """Also of zeros with a sign; `array_equal` alone takes those for equal."""
-    assert left.dtype == right.dtype
-    return left.tobytes() == right.tobytes()
-
-
-def ids_of(model_dir: Path, prompt: str) -> list[int]:
-    tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
-    return list(tokenizer.encode(prompt).ids)
-
-
 @needs_vllm
 @pytest.mark.parametrize("tokens", LENGTHS)
 @pytest.mark.parametrize("name", PAIRS)
 def test_decode_holds_prefills_numbers_rounded_once(
-    folder: Path, llama_dir: Path, contract: Contract, four: Four, name: str, tokens: int
+    folder: Path, llama_dir: Path, four: Four, name: str, tokens: int
 ) -> None:
-    """R25: positions 0 to n-2 are prefill's float32 rounded to float16, no bit otherwise; they
-    are not what decode would compute, which has no rounding in it. The pages hold the same."""
-    pair = four.pair(name)
-    prompt = exact_prompt(llama_dir, tokens, seed=31)
-    body = completion(tokens, salt=f"held {name}", prompt=prompt)
-    held = handed_over(folder, pair, body, tokens)
-    rounded = held.computed.astype(np.float16)
-    imported = held.imported[:, :, : tokens - 1]
-    assert same_bits(imported, rounded[:, :, : tokens - 1].astype(np.float32))
-    assert not same_bits(imported, held.computed[:, :, : tokens - 1])
-    sent = captured(pair.prefill, COMPLETIONS, body, ids_of(llama_dir, prompt))
-    keys, values = unpack(PageGeometry.of(contract), sent.pages, tokens)
-    assert same_bits(np.stack([keys, values], axis=1), rounded.view(np.uint16))
+    """R25: positions 0 to n-2."""
+    check_rounded_once(folder, llama_dir, four.pair(name), name, tokens)
 
 
 @needs_vllm
@@ -156,7 +102,8 @@ def test_vllms_blocks_are_copied_as_they_are(folder: Path, llama_dir: Path, four
     tokens = 2 * BLOCK_TOKENS + 1
     leg = pair.leg()
     prompt = exact_prompt(llama_dir, tokens, seed=32)
-    pair.post(COMPLETIONS, completion(tokens, salt="raw", prompt=prompt), leg)
+    with witness.watched(folder):
+        pair.post(COMPLETIONS, completion(tokens, salt="raw", prompt=prompt), leg)
     computed, imported = (
         witness.read(folder, leg.room, each.name)[:, :2] for each in (pair.prefill, pair.decode)
     )
@@ -180,7 +127,8 @@ def test_every_finite_float16_arrives_as_itself(
     decode = four.vd if name == "vllm" else four.md
     prompt = exact_prompt(llama_dir, tokens, seed=34)
     body = completion(tokens, salt=f"given {name}", prompt=prompt, max_tokens=1)
-    leg = given(decode, COMPLETIONS, body, ids_of(llama_dir, prompt), pages)
+    with witness.watched(folder):
+        leg = given(decode, COMPLETIONS, body, ids_of(llama_dir, prompt), pages)
     held = tokens_of(witness.read(folder, leg.room, decode.name), decode.spec.engine, tokens)
     assert same_bits(
         held[:, :, : geometry.page_tokens], pages[0].view(np.float16).astype(np.float32)

@@ -11,9 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 from agreement import Agreement
+from engine import held, witness
+from engine.held import MlxWitness
 from engine.sglang_pairs import CHUNK_TOKENS, LENGTHS, Fleet, check_one_contract, check_text
 from engine.vllm_pairs import CHAT, COMPLETIONS, alone, check_at_rest, completion
-from engines.replicas import Process, contract_of, text_of
+from engines.replicas import contract_of, text_of
 from engines.sglang_replicas import SglangProcess, needs_sglang
 
 from pdctl.topology.model import PAGE_TOKENS, Role
@@ -25,19 +27,20 @@ PAIRS = ("sglang>sglang", "sglang>mlx", "mlx>sglang")
 
 @pytest.fixture(scope="module")
 def fleet(folder: Path, llama_dir: Path) -> Iterator[Fleet]:
-    """SGLang computes prompts in chunks of 128 tokens; its decode keeps prefixes."""
-    contract = contract_of(llama_dir)
+    """SGLang computes prompts in chunks of 128 tokens; its decode keeps prefixes. What each holds
+    can be asked for."""
+    contract, env = contract_of(llama_dir), witness.environment(folder)
     with ExitStack() as stack:
 
         def sglang(name: str, role: Role, **options: object) -> SglangProcess:
-            made = SglangProcess(folder, name, role, llama_dir, contract, **options)
+            made = SglangProcess(folder, name, role, llama_dir, contract, env=env, **options)
             return stack.enter_context(made)
 
         so = sglang("so0", Role.BOTH)
         sp = sglang("sp0", Role.PREFILL, chunked_prefill_size=CHUNK_TOKENS)
         sd = sglang("sd0", Role.DECODE, disaggregation_decode_enable_radix_cache=True)
         mp, md = (
-            stack.enter_context(Process(folder, name, role, llama_dir, contract))
+            stack.enter_context(MlxWitness(folder, name, role, llama_dir, contract, env=env))
             for name, role in (("mp0", Role.PREFILL), ("md0", Role.DECODE))
         )
         for process in (so, sp, sd):
@@ -54,6 +57,15 @@ def test_text_through_a_pair_equals_text_of_one(
     """R25, R31, U8: at every length around a page's end and beyond a chunk, streamed and not; all
     n positions and the first token travel to SGLang, n - 1 positions to MLX."""
     check_text(fleet, name, tokens, path, agreement)
+
+
+@pytest.mark.parametrize("tokens", held.LENGTHS)
+@pytest.mark.parametrize("name", PAIRS)
+def test_decode_holds_prefills_numbers_rounded_once(
+    folder: Path, llama_dir: Path, fleet: Fleet, name: str, tokens: int
+) -> None:
+    """R25: an SGLang decode's all n positions, read from its own slots."""
+    held.check_rounded_once(folder, llama_dir, fleet.pair(name), name, tokens)
 
 
 @pytest.mark.parametrize("name", ["sglang>sglang", "mlx>sglang"])

@@ -19,7 +19,7 @@ from pdctl.engines.mlx.call import Call
 
 class WitnessBatch(Batch):
     def _progressed(self, call: Call, progress: Any) -> None:
-        if progress.end_of_prompt and call.room is not None:
+        if progress.end_of_prompt and call.room is not None and witness.wanted():
             first = versions.first_token(self._generator, progress.uid)
             witness.write(call.room, held(first.caches, first.row, len(call.prompt.tokens)))
         super()._progressed(call, progress)

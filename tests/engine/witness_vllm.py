@@ -38,5 +38,7 @@ class WitnessConnector(PdctlConnector):
             self._write(export.request_id, export.blocks)
 
     def _write(self, request_id: str, blocks: Sequence[int]) -> None:
+        if not witness.wanted():
+            return
         held = torch.stack([memory[list(blocks)] for memory in self._memory])
         witness.write(self._rooms[request_id], held.numpy())

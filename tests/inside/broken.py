@@ -1,4 +1,4 @@
-"""What goes wrong inside a vLLM process, while a file says so.
+"""What goes wrong inside a process of vLLM or SGLang, while a file says so.
 
 The file that `PDCTL_TEST_FAULT` names holds one line: the fault. It is read at each use, so that
 one engine serves many tests; what an audit finds is written beside it.
@@ -34,6 +34,9 @@ def patch(module: ModuleType) -> None:
         "legs": break_legs,
         "scheduling": break_scheduler,
         "rotary_embedding": break_positions,
+        "pool": break_pool,
+        "sending": break_sending,
+        "receiving": break_receiving,
     }[module.__name__.rpartition(".")[2]](module)
 
 
@@ -66,6 +69,20 @@ def break_blocks(module: ModuleType) -> None:
         gather(self, layer, zeroed)
 
     blocks.write, blocks.gather = written, gathered
+
+
+def break_pool(module: ModuleType) -> None:
+    """SGLang's: what prefill reads."""
+    read = module.SlotPool.read
+
+    def gathered(self: Any, blocks: Any, first_page: int, last_slots: int, into: Any) -> None:
+        if fault() == "gather raises":
+            raise RuntimeError("the copy of a layer broke")
+        read(self, blocks, first_page, last_slots, into)
+        if fault() == "gather zeroes":
+            into[first_page : first_page + len(blocks)] = 0
+
+    module.SlotPool.read = gathered
 
 
 def zeroed(start: int, first: int, piece: Any, layers: int) -> Any:
@@ -133,6 +150,27 @@ def break_legs(module: ModuleType) -> None:
     _audited(receiving)
 
 
+def break_sending(module: ModuleType) -> None:
+    _raising(module.PrefillLeg, "begin", "PrefillLeg.start raises")
+
+
+def break_receiving(module: ModuleType) -> None:
+    """SGLang's: the leg, and what decode writes."""
+    _raising(module.DecodeLeg, "begin", "DecodeLeg.start raises")
+    landing, write = module.Landing, module.Landing.write
+
+    def written(self: Any, page: int, first_layer: int, piece: Any) -> None:
+        spoil = SPOILED.get(fault())
+        if spoil is None:
+            write(self, page, first_layer, piece)
+            return
+        layers = len(self._exchange.pool._keys)
+        for layer, part in spoil(page * piece.shape[2], first_layer, piece.copy(), layers):
+            write(self, page, layer, part)
+
+    landing.write = written
+
+
 def _raising(owner: type, method: str, when: str) -> None:
     whole = getattr(owner, method)
 
@@ -182,7 +220,7 @@ def _write_audit(leg: Any) -> None:
 
 
 def break_scheduler(module: ModuleType) -> None:
-    read, place = module._leg_of, module.Place
+    read, place = module.leg_of, module.Place
 
     def leg_of(params: Any) -> Any:
         if fault() == "the leg is unreadable":
@@ -194,7 +232,7 @@ def break_scheduler(module: ModuleType) -> None:
             raise RuntimeError("the blocks broke")
         return place(**fields)
 
-    module._leg_of, module.Place = leg_of, placing
+    module.leg_of, module.Place = leg_of, placing
 
 
 def break_positions(module: ModuleType) -> None:

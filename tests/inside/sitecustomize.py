@@ -1,13 +1,16 @@
-"""Python runs this at the start of every process whose PYTHONPATH has this folder: tests put it
-there to break an engine from inside (`broken.py`), process by process, without a seam in pdctl,
-and to have each process say what it was started with.
+"""Python runs this at the start of every process whose PYTHONPATH has this folder. Tests put it
+there, without a seam in pdctl, to break an engine from inside (`broken.py`), to write down what one
+holds (`engine/witness.py`), to have each process say what it was started with, to lead it to a
+data link of the test's, and to set its clock forward.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
+from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -15,35 +18,40 @@ from types import ModuleType
 from typing import Any
 
 BROKEN = (
+    "pdctl.engines.sglang.pool",
+    "pdctl.engines.sglang.receiving",
+    "pdctl.engines.sglang.sending",
     "pdctl.engines.vllm.layout",
     "pdctl.engines.vllm.legs",
     "pdctl.engines.vllm.scheduling",
     "vllm.model_executor.layers.rotary_embedding",
 )
+WITNESSED = ("pdctl.engines.sglang.receiving", "pdctl.engines.sglang.sending")
 
 
-class Breaking(MetaPathFinder):
-    """Lets `broken.py` at each of these modules once it has run."""
+class Patching(MetaPathFinder):
+    """Lets a module of the tests (`patch`) at each of some modules once it has run."""
+
+    def __init__(self, names: tuple[str, ...], patcher: str) -> None:
+        self._names, self._patcher = names, patcher
 
     def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> Any:
-        if name not in BROKEN:
+        if name not in self._names:
             return None
         spec = PathFinder.find_spec(name, path, target)
-        return None if spec is None else _broken(spec)
+        if spec is not None:
+            self._patched(spec)
+        return spec
 
+    def _patched(self, spec: ModuleSpec) -> None:
+        loader: Any = spec.loader
+        run = loader.exec_module
 
-def _broken(spec: ModuleSpec) -> ModuleSpec:
-    loader: Any = spec.loader
-    run = loader.exec_module
+        def exec_module(module: ModuleType) -> None:
+            run(module)
+            import_module(self._patcher).patch(module)
 
-    def exec_module(module: ModuleType) -> None:
-        run(module)
-        import broken
-
-        broken.patch(module)
-
-    loader.exec_module = exec_module
-    return spec
+        loader.exec_module = exec_module
 
 
 def write_down() -> None:
@@ -54,6 +62,30 @@ def write_down() -> None:
     (folder / f"{os.getpid()}.json").write_text(json.dumps(told))
 
 
+def redirect(ways: dict[int, int]) -> None:
+    """A connection to one of these ports is made to another, on loopback (`e2e/data_link.py`)."""
+    dial = socket.create_connection
+
+    def through(address: Any, *rest: Any, **named: Any) -> socket.socket:
+        if address[1] in ways:
+            address = ("127.0.0.1", ways[address[1]])
+        return dial(address, *rest, **named)
+
+    socket.create_connection = through
+
+
+if "PDCTL_TEST_WAYS" in os.environ:
+    pairs = (pair.split(":") for pair in os.environ["PDCTL_TEST_WAYS"].split())
+    redirect({int(port): int(way) for port, way in pairs})
+
+if "PDCTL_TEST_AHEAD" in os.environ:
+    import ahead
+
+    ahead.start(Path(os.environ["PDCTL_TEST_AHEAD"]))
+
 if "PDCTL_TEST_FAULT" in os.environ:
-    sys.meta_path.insert(0, Breaking())
+    sys.meta_path.insert(0, Patching(BROKEN, "broken"))
     write_down()
+
+if "PDCTL_TEST_WITNESS" in os.environ:
+    sys.meta_path.insert(0, Patching(WITNESSED, "engine.witness_sglang"))

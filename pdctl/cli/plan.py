@@ -10,6 +10,7 @@ import typer
 
 from pdctl.cli import render
 from pdctl.cli.arguments import TopologyFile
+from pdctl.cli.forecasts import forecast_of, show_forecast
 from pdctl.engines.interface import Command
 from pdctl.engines.registry import spec_for
 from pdctl.runtime.agent.outpost import forwards_to
@@ -30,7 +31,8 @@ def plan(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
-    """Show what `up` would run: commands, environments, ports, pairs and budgets.
+    """Show what `up` would run: commands, environments, ports, pairs and budgets; and how long
+    each pair and each replica alone should take to the first token, as far as it was measured.
 
     Ports that the file leaves open are assigned as `up` would assign them; a cluster that runs
     keeps those that it has."""
@@ -47,10 +49,13 @@ def plan(
         raise typer.Exit(outcome.report.exit_code)
     commands = replica_commands(outcome.topology, outcome.plan)
     around = surroundings(outcome.topology, outcome.plan)
+    found = forecast_of(outcome.topology, outcome.plan, offline=offline)
     if as_json:
-        render.print_json({**document(outcome, commands), "surroundings": around})
+        told = {"surroundings": around, "forecast": msgspec.to_builtins(found)}
+        render.print_json({**document(outcome, commands), **told})
     else:
         _show(outcome.topology, outcome.plan, commands, around)
+        show_forecast(found, outcome.plan.cluster)
 
 
 def replica_commands(topology: Topology, plan: Plan) -> dict[str, Command]:

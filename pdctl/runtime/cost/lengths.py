@@ -17,11 +17,14 @@ from typing import Any
 from pdctl.runtime.cost.curve import Curve, Point, fit
 from pdctl.runtime.cost.record import LENGTHS_KEPT
 
-COMPLETION, CHAT = "completion", "chat"
+COMPLETION, CHAT, TRIAL = "completion", "chat", "trial"
+"""Kinds of request; the last one's prompts are pdctl's own, whose text is nobody's."""
 _TOKENS_PER_BYTE = 0.3
 """Of English text, until the first answer says better."""
 _CHAT_TOKENS = 12
 """A template's own, until then."""
+_TYPICAL = 1000
+"""Bytes."""
 
 
 class Lengths:
@@ -30,7 +33,7 @@ class Lengths:
     def __init__(self, known: Mapping[str, tuple[tuple[int, int], ...]] | None = None) -> None:
         self._known = {
             kind: deque((known or {}).get(kind, ()), maxlen=LENGTHS_KEPT)
-            for kind in (COMPLETION, CHAT)
+            for kind in (COMPLETION, CHAT, TRIAL)
         }
         self._lines: dict[str, Curve | None] = {}
 
@@ -43,26 +46,32 @@ class Lengths:
         prompt = body.get("prompt")
         if isinstance(prompt, list):
             return len(prompt)
-        kind, size = kind_of(body), bytes_of(body)
-        if kind not in self._lines:
-            self._lines[kind] = self._line(kind)
-        line = self._lines[kind]
+        return self.estimate(kind_of(body), bytes_of(body))
+
+    def estimate(self, kind: str, size: int) -> int:
+        """Tokens of so many bytes; before anything of that kind was learnt, by the trials."""
+        line = self._line(kind)
         if line is not None:
             return max(1, round(line.fitted(size)))
-        return max(1, round(_TOKENS_PER_BYTE * size) + (_CHAT_TOKENS if kind == CHAT else 0))
+        trial = self._line(TRIAL)
+        ratio = _TOKENS_PER_BYTE if trial is None else trial.fitted(_TYPICAL) / _TYPICAL
+        return max(1, round(ratio * size) + (_CHAT_TOKENS if kind == CHAT else 0))
 
-    def learn(self, body: Mapping[str, Any], tokens: int) -> None:
-        """What an engine counted."""
+    def learn(self, body: Mapping[str, Any], tokens: int, kind: str | None = None) -> None:
+        """What an engine counted; `kind` where it is not the body's own."""
         size = bytes_of(body)
         if tokens > 0 and size > 0 and not isinstance(body.get("prompt"), list):
-            kind = kind_of(body)
+            kind = kind or kind_of(body)
             self._known[kind].append((size, tokens))
             self._lines.pop(kind, None)
 
     def _line(self, kind: str) -> Curve | None:
-        """tokens = fixed + bytes × ratio, of the latest."""
-        by_size: dict[int, int] = dict(self._known[kind])
-        return fit([Point(size, tokens) for size, tokens in sorted(by_size.items())], terms=2)
+        """tokens = fixed + bytes × ratio, of the latest; None before the first."""
+        if kind not in self._lines:
+            by_size: dict[int, int] = dict(self._known[kind])
+            points = [Point(size, tokens) for size, tokens in sorted(by_size.items())]
+            self._lines[kind] = fit(points, terms=2)
+        return self._lines[kind]
 
 
 def kind_of(body: Mapping[str, Any]) -> str:

@@ -13,12 +13,16 @@ import secrets
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import msgspec
+
+from pdctl.runtime.cost.lengths import TRIAL
 from pdctl.runtime.router.canary import Canary, Ledger
 from pdctl.runtime.router.endpoints import COMPLETIONS
 from pdctl.runtime.router.failure import RequestFailed
 from pdctl.runtime.router.judge import Judge
 from pdctl.runtime.router.members import Roster, Verdict
 from pdctl.runtime.router.policy import SERVES_ALONE, Path
+from pdctl.runtime.router.purpose import Purpose
 from pdctl.runtime.router.relay import Relay
 from pdctl.runtime.router.request import Ask
 from pdctl.trace import monotonic_s
@@ -95,20 +99,22 @@ class Calibrated:
             return
         began_s = monotonic_s()
         longest = self._roster.plan.context_length - OUTPUT_TOKENS - 16
-        await self._send(path, LENGTHS[0], sampled=False)
+        await self._send(path, LENGTHS[0], Purpose.CANARY)
         for tokens in LENGTHS:
             for turn in range(TIMES):
                 spent_s = monotonic_s() - began_s
                 expected_s = self._judge.expected_s(path.text, tokens) or 0.0
                 if tokens > longest or spent_s + expected_s > BUDGET_S:
                     return
-                await self._send(path, tokens, sampled=True, steps=turn == 0)
+                await self._send(path, tokens, Purpose.TRIAL, steps=turn == 0)
 
-    async def _send(self, path: Path, tokens: int, *, sampled: bool, steps: bool = False) -> None:
+    async def _send(
+        self, path: Path, tokens: int, purpose: Purpose, *, steps: bool = False
+    ) -> None:
         outputs = OUTPUT_TOKENS if tokens == LENGTHS[0] and steps else 2
         ask = completion(self._roster.plan.model, self._prompt(tokens), outputs)
-        with self._judge.sampling(kept=sampled):
-            await self._relay.attempt(path, ask, Ledger(), timeout_s=TIMEOUT_S)
+        ask = msgspec.structs.replace(ask, purpose=purpose)
+        await self._relay.attempt(path, ask, Ledger(), timeout_s=TIMEOUT_S)
         if path.prefill is not None:
             await self._refresh()
             self._judge.look()
@@ -117,7 +123,7 @@ class Calibrated:
         """Words that no other prompt begins with, of about so many tokens."""
         words = [secrets.token_hex(4)]
         rng = random.Random(words[0])
-        size = tokens * 100 // max(1, self._judge.lengths.tokens({"prompt": "x" * 100}))
+        size = tokens * 100 // max(1, self._judge.lengths.estimate(TRIAL, 100))
         while sum(map(len, words)) + len(words) < size:
             words.append(rng.choice(WORDS))
         return " ".join(words)

@@ -33,6 +33,7 @@ from pdctl.runtime.router.endpoints import CHAT_COMPLETIONS, COMPLETIONS
 from pdctl.runtime.router.failure import RequestFailed
 from pdctl.runtime.router.members import Roster, Verdict
 from pdctl.runtime.router.policy import SERVES_ALONE, Path
+from pdctl.runtime.router.purpose import Purpose
 from pdctl.runtime.router.ranking import CanaryFailed, Step, difference, prompt_of, steps_of
 from pdctl.runtime.router.relay import Relay
 from pdctl.runtime.router.request import Ask
@@ -106,7 +107,7 @@ def completion(
         "cache_salt": secrets.token_hex(8),
         **ranking,
     }
-    return Ask(endpoint=COMPLETIONS, body=body, stream=False)
+    return Ask(endpoint=COMPLETIONS, body=body, stream=False, purpose=Purpose.CANARY)
 
 
 def with_ranking(ask: Ask, ranking: Mapping[str, Any]) -> Ask:
@@ -123,7 +124,7 @@ def chat(model: str) -> Ask:
         "pdctl_cache": False,
         "cache_salt": secrets.token_hex(8),
     }
-    return Ask(endpoint=CHAT_COMPLETIONS, body=body, stream=False)
+    return Ask(endpoint=CHAT_COMPLETIONS, body=body, stream=False, purpose=Purpose.CANARY)
 
 
 def bound_of(plan: Plan, path: Path) -> float:

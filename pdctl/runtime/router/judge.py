@@ -17,12 +17,13 @@ from pdctl.engines.channel import RouterAssignment
 from pdctl.handoff.counters import Histogram
 from pdctl.runtime.cost.book import Book
 from pdctl.runtime.cost.deciding import Decider, Decision, Option
-from pdctl.runtime.cost.lengths import Lengths
+from pdctl.runtime.cost.lengths import TRIAL, Lengths
 from pdctl.runtime.cost.queues import Pending, Queues, total_s
 from pdctl.runtime.cost.record import Costs, PathRecord, Sample, holds, identity
 from pdctl.runtime.router.delivery import Delivery
 from pdctl.runtime.router.members import Roster
 from pdctl.runtime.router.policy import Path
+from pdctl.runtime.router.purpose import Purpose
 from pdctl.runtime.router.request import Ask
 from pdctl.runtime.router.timed import Timed
 from pdctl.topology.model import Disaggregate
@@ -69,7 +70,6 @@ class Judge:
         self._identities: dict[str, str] = {}
         self._handoffs: dict[str, int] = {}
         """P → handoffs that it had counted at the last look."""
-        self._keeps = True
         self._sampled: dict[str, list[str]] = {}
         """P → paths of the samples since then."""
         self.adopt(assignment)
@@ -123,15 +123,6 @@ class Judge:
     # -- timing
 
     @contextmanager
-    def sampling(self, *, kept: bool) -> Iterator[None]:
-        """Whether requests that end in the block become samples: one that warms up does not."""
-        before, self._keeps = self._keeps, kept
-        try:
-            yield
-        finally:
-            self._keeps = before
-
-    @contextmanager
     def timing(self, path: Path, ask: Ask, delivery: Delivery) -> Iterator[Timed]:
         """Times one try; what it took is kept where the block ends without an error."""
         name, tokens, now_s = path.text, self.lengths.tokens(ask.body), monotonic_s()
@@ -141,7 +132,8 @@ class Judge:
         timed = Timed(delivery, lambda: self.queues.first_token(pending, monotonic_s()))
         try:
             yield timed
-            if self._keeps and timed.first_s is not None and not timed.has_recomputed:
+            tells = ask.purpose is not Purpose.CANARY and not timed.has_recomputed
+            if tells and timed.first_s is not None:
                 self._keep(path, ask, timed, pending, expected_s)
         finally:
             self.queues.leave(pending, monotonic_s())
@@ -154,7 +146,7 @@ class Judge:
             timed.usage.prompt_tokens if timed.usage else 0
         )
         if counted:
-            self.lengths.learn(ask.body, counted)
+            self.lengths.learn(ask.body, counted, TRIAL if ask.purpose is Purpose.TRIAL else None)
         tokens = counted or pending.tokens
         self._open(path)
         self._keep_step(path, timed, pending)

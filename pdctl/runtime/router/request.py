@@ -15,6 +15,7 @@ from pdctl.engines.first_token import Constrains, unhonoured
 from pdctl.runtime.router.endpoints import CHAT_COMPLETIONS
 from pdctl.runtime.router.failure import RequestFailed, refused
 from pdctl.runtime.router.policy import Path, shown
+from pdctl.runtime.router.purpose import Purpose
 from pdctl.topology.model import Role
 
 MAX_BODY_BYTES = 8 << 20
@@ -83,6 +84,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool
     prefill_fields: dict[str, Any] = {}
     """What the prefill leg's body has besides; a canary's."""
+    purpose: Purpose = Purpose.CLIENT
 
 
 class Refuses(Constrains, Protocol):

@@ -1,0 +1,50 @@
+"""What `pdctl plan` shows of predicted times to the first token."""
+
+from __future__ import annotations
+
+from pdctl.cli import render
+from pdctl.runtime.cluster.costs import stored_costs
+from pdctl.runtime.cost.forecast import Cell, Forecast, forecast
+from pdctl.runtime.router.policy import pinnable_paths
+from pdctl.topology.model import Topology
+from pdctl.topology.plan import Plan
+
+
+def forecast_of(topology: Topology, plan: Plan, *, offline: bool) -> Forecast:
+    """Of every pair, and of every replica that answers alone."""
+    costs = stored_costs(topology, offline=offline)
+    paths = [path.text for path in pinnable_paths(plan)]
+    alone = [path for path in paths if ">" not in path]
+    pairs = [path for path in paths if ">" in path]
+    return forecast(plan, costs.paths, [*alone, *pairs])
+
+
+def show_forecast(found: Forecast, cluster: str) -> None:
+    """A table of milliseconds, then a sentence per pair; what is missing, and how to get it."""
+    from rich.table import Table
+
+    console = render.stdout()
+    measured = [path for path in found.paths if path.cells]
+    console.print()
+    if measured:
+        console.print("predicted time to the first token (ms), nothing else running:")
+        table = Table("tokens", *(path.path for path in measured), box=None)
+        for row, tokens in enumerate(found.lengths):
+            table.add_row(str(tokens), *(_milliseconds(path.cells[row]) for path in measured))
+        steps = [f"{p.step_ms:.3g}" if p.step_ms is not None else "" for p in measured]
+        table.add_row("per token then", *steps)
+        console.print(table)
+        if any(cell.extrapolated for path in measured for cell in path.cells):
+            console.print("~ far beyond the prompts that were measured")
+    for pair in found.pairs:
+        console.print(pair.words, soft_wrap=True)
+    if found.unmeasured:
+        console.print(
+            f"not measured yet: {', '.join(found.unmeasured)}. After `pdctl up`, run "
+            f"`pdctl bench {cluster}`; every request counts",
+            soft_wrap=True,
+        )
+
+
+def _milliseconds(cell: Cell) -> str:
+    return f"{'~' if cell.extrapolated else ''}{cell.ttft_ms:.3g}"

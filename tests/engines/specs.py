@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from pdctl.engines.interface import Leg
 from pdctl.topology.contract import Attention, Contract, Positions
 from pdctl.topology.model import ComputeDtype, Dtype, Engine, OnFailure, Replica, Role
@@ -63,6 +65,14 @@ def planned(replica: Replica) -> ReplicaPlan:
         compute_dtype=ComputeDtype.FLOAT32,
         http_port=9100,
         declared=replica,
+    )
+
+
+def native(engine: Engine, role: Role, data_host: str = "127.0.0.1") -> ReplicaPlan:
+    """With the engine's own handoff; its side port is 9200 where it has one."""
+    side_port = 9200 if engine is Engine.VLLM or role is Role.PREFILL else None
+    return msgspec.structs.replace(
+        planned(declared(engine, role)), native=True, side_port=side_port, data_host=data_host
     )
 
 

@@ -47,11 +47,12 @@ def contract() -> Contract:
     )
 
 
-def plan_of(names: str, *, timeout_s: float = 20.0) -> Plan:
+def plan_of(names: str, *, timeout_s: float = 20.0, transport: Transport = Transport.TCP) -> Plan:
     """A plan of replicas by name: p0 prefills, d0 decodes, o0 is an ordinary replica."""
-    replicas = tuple(_replica(name) for name in names.split())
+    native = transport is Transport.NATIVE
+    replicas = tuple(_replica(name, native=native) for name in names.split())
     pairs = tuple(
-        PairPlan(prefill=p.name, decode=d.name, transport=Transport.TCP, reason="one host")
+        PairPlan(prefill=p.name, decode=d.name, transport=transport, reason="one host")
         for p in replicas
         for d in replicas
         if p.role is Role.PREFILL and d.role is Role.DECODE
@@ -74,7 +75,7 @@ def plan_of(names: str, *, timeout_s: float = 20.0) -> Plan:
     )
 
 
-def _replica(name: str) -> ReplicaPlan:
+def _replica(name: str, *, native: bool) -> ReplicaPlan:
     role = _ROLES[name[0]]
     return ReplicaPlan(
         name=name,
@@ -85,6 +86,7 @@ def _replica(name: str) -> ReplicaPlan:
         dtype=Dtype.FLOAT16,
         compute_dtype=ComputeDtype.FLOAT32,
         http_port=1,
+        native=native and role is not Role.BOTH,
         declared=Replica(name=name, engine=engine_of(name), role=role, model="/m"),
     )
 
@@ -180,11 +182,12 @@ async def cluster(
     api_key: str | None = None,
     on_failure: OnFailure = OnFailure.ERROR,
     canaries: bool = True,
+    transport: Transport = Transport.TCP,
     set_up: Callable[[dict[str, FakeEngine]], None] = lambda engines: None,
 ) -> AsyncIterator[Cluster]:
     """Starts everything; with `canaries`, waits until every path takes traffic. On the way
     out asserts that nothing of any request is left."""
-    plan = plan_of(names, timeout_s=timeout_s)
+    plan = plan_of(names, timeout_s=timeout_s, transport=transport)
     assignment = RouterAssignment(
         cluster="test",
         run="run1",

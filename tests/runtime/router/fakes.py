@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -36,8 +36,15 @@ STEPS = [
 
 
 def engine_of(name: str) -> Engine:
-    """ "ps0" and "ds0" are SGLang's; all others are MLX's."""
-    return Engine.SGLANG if name[1:2] == "s" else Engine.MLX
+    """ "ps0" and "ds0" are SGLang's, "pv0" and "dv0" vLLM's; all others are MLX's."""
+    return {"s": Engine.SGLANG, "v": Engine.VLLM}.get(name[1:2], Engine.MLX)
+
+
+def legs_of(body: dict[str, Any]) -> Iterator[dict[str, Any] | None]:
+    """Where each engine's adapter puts its leg."""
+    yield body.get("pdctl")
+    for name in ("custom_params", "kv_transfer_params"):
+        yield body.get(name, {}).get("pdctl")
 
 
 class FakeEngine:
@@ -98,7 +105,7 @@ class FakeEngine:
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
-        leg = body.get("pdctl") or body.get("custom_params", {}).get("pdctl")
+        leg = next((leg for leg in legs_of(body) if leg is not None and "room" in leg), None)
         kind = "alone"
         if leg is not None:
             kind = "prefill" if leg["prefill"] == self.name else "decode"

@@ -1,0 +1,110 @@
+"""The engines' own handoffs, control side: commands and bodies as exact values."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from engines.specs import LEG, ONE_TOKEN, native, plan_of
+
+from pdctl.engines.registry import spec_for
+from pdctl.errors import ProtocolViolation
+from pdctl.topology.model import Engine, Host, Role
+
+NATIVE_LEG = msgspec.structs.replace(LEG, native=True)
+HOST = Host(name="local", python="/venv/bin/python")
+WHERE = {"do_remote_prefill": True, "remote_block_ids": [[1, 2]], "remote_port": 9200}
+
+
+def command(engine: Engine, role: Role, data_host: str = "127.0.0.1") -> tuple[str, dict[str, str]]:
+    """Its argv as one text, and its environment."""
+    replica = native(engine, role, data_host)
+    made = spec_for(engine).command(replica, HOST, plan_of(replica))
+    return " ".join(made.argv), made.env
+
+
+@pytest.mark.parametrize(
+    ("role", "kind"), [(Role.PREFILL, "kv_producer"), (Role.DECODE, "kv_consumer")]
+)
+def test_vllm_loads_its_own_connector_and_meets_peers_at_the_side_port(
+    role: Role, kind: str
+) -> None:
+    """R60, R72: at the address of the plan; a load that fails is an error."""
+    argv, env = command(Engine.VLLM, role)
+    config = json.loads(argv.partition("--kv-transfer-config ")[2].partition(" --")[0])
+    assert config == {
+        "kv_connector": "NativeConnector",
+        "kv_connector_module_path": "pdctl.engines.vllm.native",
+        "kv_role": kind,
+        "kv_load_failure_policy": "fail",
+        "kv_connector_extra_config": {"http_port": 9100},
+    }
+    assert env["VLLM_NIXL_SIDE_CHANNEL_HOST"] == "127.0.0.1"
+    assert env["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "9200"
+
+
+@pytest.mark.parametrize(
+    ("role", "backend"),
+    [
+        (
+            Role.PREFILL,
+            "--disaggregation-transfer-backend nixl --disaggregation-bootstrap-port 9200",
+        ),
+        (Role.DECODE, "--disaggregation-transfer-backend nixl"),
+    ],
+)
+def test_sglang_takes_its_own_backend_and_the_cluster_s_deadline(role: Role, backend: str) -> None:
+    """R3, R60."""
+    argv, env = command(Engine.SGLANG, role)
+    assert backend in argv
+    assert ("bootstrap-port" in argv) == (role is Role.PREFILL)
+    assert env["SGLANG_HOST_IP"] == "127.0.0.1"
+    assert env["SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT"] == "60"
+    assert env["SGLANG_DISAGGREGATION_WAITING_TIMEOUT"] == "60"
+
+
+@pytest.mark.parametrize("engine", [Engine.VLLM, Engine.SGLANG])
+def test_ucx_keeps_to_loopback_where_all_peers_are_here(engine: Engine) -> None:
+    """R60: it would listen on every interface."""
+    assert command(engine, Role.PREFILL)[1]["UCX_NET_DEVICES"] == "lo"
+    env = command(engine, Role.PREFILL, "10.0.0.1")[1]
+    assert "UCX_NET_DEVICES" not in env
+    assert "10.0.0.1" in env.values()
+
+
+def test_vllm_s_decode_is_told_where_prefill_said_that_its_blocks_are() -> None:
+    spec = spec_for(Engine.VLLM)
+    assert spec.prefills_first
+    leg: dict[str, Any] = {"pdctl": msgspec.to_builtins(NATIVE_LEG)}
+    sent = spec.prefill_body({"prompt": "x", "temperature": 0.5, "min_tokens": 2}, NATIVE_LEG)
+    params = sent.pop("kv_transfer_params")
+    assert sent == ONE_TOKEN
+    assert params["do_remote_decode"] is True
+    assert params["pdctl"] == leg["pdctl"]
+    answer = json.dumps({"choices": [], "kv_transfer_params": WHERE}).encode()
+    assert spec.decode_body({"prompt": "x"}, NATIVE_LEG, answer) == {
+        "prompt": "x",
+        "kv_transfer_params": {**WHERE, **leg},
+    }
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [b"{}", b"[]", b"x", b'{"kv_transfer_params": null}', b'{"kv_transfer_params": {"a": 1}}'],
+)
+def test_an_answer_without_blocks_is_never_computed_in_silence(answer: bytes) -> None:
+    """R72: vLLM's decode would compute the whole prompt."""
+    with pytest.raises(ProtocolViolation, match="does not say where"):
+        spec_for(Engine.VLLM).decode_body({"prompt": "x"}, NATIVE_LEG, answer)
+
+
+def test_sglang_s_legs_meet_at_its_bootstrap_server() -> None:
+    """Both at once, as with pdctl's own handoff."""
+    spec = spec_for(Engine.SGLANG)
+    assert not spec.prefills_first
+    bodies = (spec.prefill_body({}, NATIVE_LEG), spec.decode_body({}, NATIVE_LEG))
+    for body in bodies:
+        assert (body["bootstrap_host"], body["bootstrap_port"]) == ("127.0.0.1", 9000)
+        assert body["bootstrap_room"] == LEG.room

@@ -13,6 +13,7 @@ from pdctl.handoff.lease import checked_timeout
 from pdctl.handoff.page import PageGeometry
 from pdctl.handoff.pulse import guarded
 from pdctl.handoff.transport.interface import Transport
+from pdctl.handoff.transport.reach import Reach
 from pdctl.handoff.transport.tcp import TcpTransport
 from pdctl.trace import monotonic_s
 
@@ -27,6 +28,8 @@ class Common(TypedDict):
     on_failed   told of each failed handoff before its engine is
     clock       monotonic seconds
     transport   TCP where it is left away
+    reach       pieces are read out of the sender's memory; this end closes it. None, or left
+                away: they come over the connection
     """
 
     timeout_s: float
@@ -34,6 +37,7 @@ class Common(TypedDict):
     on_failed: OnFailed
     clock: NotRequired[Callable[[], float]]
     transport: NotRequired[Transport]
+    reach: NotRequired[Reach | None]
 
 
 class ReplicaEnd:
@@ -53,6 +57,11 @@ class ReplicaEnd:
         self._on_failed = common["on_failed"]
         self._clock = common.get("clock", monotonic_s)
         self._transport = common.get("transport") or TcpTransport()
+        self._reach = common.get("reach")
+
+    def _close_reach(self) -> None:
+        if self._reach is not None:
+            self._reach.close()
 
     def _count_end(self, room: int, peer: str, error: HandoffError | None, **amounts: int) -> None:
         """Counts one end, and `amounts` with it, in one step; reports a failure."""

@@ -18,10 +18,12 @@ from pdctl.handoff import wire
 from pdctl.handoff.identity import Leg
 from pdctl.handoff.lease import DEAD_S, Deadline, Verdict, judge
 from pdctl.handoff.link import Link
+from pdctl.handoff.pulls import Pulls
 from pdctl.handoff.pulse import guarded
 from pdctl.handoff.reading import Reading, Stale
 from pdctl.handoff.sink import PageSink, Want
 from pdctl.handoff.state import RECEIVER_FINAL, Event, Receiving, receiving
+from pdctl.handoff.wire import Header
 
 log = logging.getLogger("pdctl.handoff")
 
@@ -39,6 +41,8 @@ class Services(msgspec.Struct, frozen=True, kw_only=True):
     """Takes the connection back, or None where it can't be reused."""
     digest: str
     clock: Callable[[], float]
+    pulls: Callable[[Link, Callable[[Header, memoryview], None]], Pulls | None]
+    """The reads of one handoff, where its pieces are read out of the sender's memory."""
 
 
 class Inbound:
@@ -57,6 +61,7 @@ class Inbound:
         self.received_bytes = 0
         self.token_sha256 = token_sha256
         self.tokens = tokens
+        self.pulls = services.pulls
         self._sink = sink
         self._services = services
         self.deadline = Deadline(leg.timeout_s, services.clock())

@@ -6,6 +6,8 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
+from xxhash import xxh3_64, xxh3_64_intdigest
+
 from pdctl.errors import PeerLost
 from pdctl.handoff import wire
 from pdctl.handoff.arena import Bytes
@@ -14,9 +16,24 @@ from pdctl.handoff.page import PageGeometry
 from pdctl.handoff.schedule import PIECE_BYTES
 from pdctl.handoff.sink import HELD_PIECES
 from pdctl.handoff.transport.interface import Connection
+from pdctl.handoff.transport.reach import address_of
 
 PART_BYTES = 256 << 10
 """Received at a time: what is hashed next is still in the core's own cache."""
+
+
+class PieceCheck:
+    """The checksum of a body that comes in parts, each hashed while the cache still has it."""
+
+    def __init__(self, header: wire.Header) -> None:
+        self._header = header
+        self._hash = xxh3_64(seed=header.seed)
+        self.update = self._hash.update
+
+    def finish(self) -> None:
+        """Raises ProtocolViolation where the parts are not what was sent."""
+        if self._hash.intdigest() != self._header.checksum:
+            raise wire.corrupted(self._header)
 
 
 class Link:
@@ -42,6 +59,8 @@ class Link:
         self.life = Life(clock())
         self.reused = False
         """Whether it has served a room before: its peer may have given it up meanwhile."""
+        self.card = b""
+        """How the sender's memory is read, where pieces come that way; else empty."""
         self.payload_at = clock()
         """When a byte of a page was last sent or received."""
         self.payload_bytes = 0
@@ -62,6 +81,14 @@ class Link:
         header = wire.piece_header(room, page, first_layer, layers, piece)
         with self._sending:
             self._send([memoryview(header), piece], payload=True)
+
+    def send_placed(self, room: int, page: int, first_layer: int, piece: memoryview) -> None:
+        """As `send_piece`, but it says only where the piece lies, unchanged until End is sent."""
+        layers = piece.nbytes // self.geometry.layer_bytes
+        placed = wire.Placed(address=address_of(piece), device=0, xxh3=xxh3_64_intdigest(piece))
+        frame = wire.placed_frame(room, page, first_layer, layers, placed)
+        with self._sending:
+            self._send([memoryview(frame)], payload=True)
 
     def _send(self, parts: list[memoryview], *, payload: bool = False) -> None:
         while parts:
@@ -110,7 +137,7 @@ class Link:
         """A piece, its checksum compared; valid until the next one is read, or, in memory that
         was given, until `HELD_PIECES` more are."""
         piece = self._next_scratch(header.length)[: header.length]
-        check, got = wire.PieceCheck(header), 0
+        check, got = PieceCheck(header), 0
         while got < header.length:
             count = self._receive(piece[got : got + PART_BYTES])
             self.payload_at = self.life.heard_at
@@ -119,6 +146,15 @@ class Link:
             got += count
         check.finish()
         return piece
+
+    def kept(self, piece: memoryview) -> memoryview:
+        """A piece that was read elsewhere: in memory that was given, a copy of it that is valid
+        as long as one of `read_piece`."""
+        if self._memory is None:
+            return piece
+        copy = self._next_scratch(piece.nbytes)[: piece.nbytes]
+        copy[:] = piece
+        return copy
 
     def _next_scratch(self, length: int) -> memoryview:
         held = 1 if self._memory is None else HELD_PIECES

@@ -8,7 +8,7 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
-from pdctl.errors import HandoffCancelled, HandoffError, TicketRejected
+from pdctl.errors import HandoffCancelled, HandoffError, ProtocolViolation, TicketRejected
 from pdctl.handoff import wire
 from pdctl.handoff.budget import Claim
 from pdctl.handoff.ends_once import EndsOnce
@@ -29,6 +29,9 @@ Step = wire.Offer | PagePart | wire.End | Over
 
 class Peer(Protocol):
     """The connection that serves a room (`serving.py`)."""
+
+    reads: bool
+    """Pieces are read out of the pages: the end waits until the receiver has them all."""
 
     def engage(self, outbound: Outbound) -> None:
         """Called with locks held: it only hands the room to the connection's writer."""
@@ -82,6 +85,8 @@ class Outbound(EndsOnce):
         self._schedule = Schedule(geometry, prompt.tokens)
         self._computed_at = self.admitted_at
         self._received = 0
+        self._placed = 0
+        self._taken = 0
 
     # -- the engine's side ---------------------------------------------------------------
 
@@ -221,6 +226,18 @@ class Outbound(EndsOnce):
             self._schedule.granted(grant)
             self._progress()
 
+    def taken(self, pieces: int) -> None:
+        """The receiver's Taken. Raises ProtocolViolation where that can't be."""
+        with self._changed:
+            if self.over:
+                return
+            self._machine.on(Event.TAKEN)
+            if not self._taken < pieces <= self._placed:
+                said = f"{pieces} pieces taken, after {self._taken} of {self._placed}"
+                raise ProtocolViolation(said)
+            self._taken = pieces
+            self._progress()
+
     def step(self) -> Step:
         """Blocks until there is something to send; the deadline ends every wait here."""
         with self._changed:
@@ -267,9 +284,12 @@ class Outbound(EndsOnce):
             return None
         step = self._schedule.step()
         if isinstance(step, wire.End):
+            if self.peer is not None and self.peer.reads and self._taken < self._placed:
+                return None
             self._machine.on(Event.END)
         elif step is not None:
             self._machine.on(Event.PAGES)
+            self._placed += 1
             if self._pages is not None:
                 last = step.first_layer + step.layers
                 self._pages[step.page, step.first_layer : last, :, step.slots :] = 0

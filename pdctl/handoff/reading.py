@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
@@ -20,6 +21,7 @@ from pdctl.handoff import wire
 from pdctl.handoff.assembly import Assembly
 from pdctl.handoff.link import Link
 from pdctl.handoff.page import PATTERN
+from pdctl.handoff.pulls import NotAsPlaced, Pulls
 from pdctl.handoff.sink import PageSink, Want
 from pdctl.handoff.state import Event
 
@@ -29,6 +31,11 @@ if TYPE_CHECKING:
 log = logging.getLogger("pdctl.handoff")
 
 Result = TypeVar("Result")
+
+TAKEN_EVERY = 8
+"""Pieces: how often the sender of many learns that they were read."""
+EXPLAINED_S = 1.0
+"""How long a sender's Abort may take, of a room whose memory it uses for something else."""
 
 
 class Stale(Exception):
@@ -48,11 +55,15 @@ class Reading:
         self._sender_tokens = 0
         self._assembly: Assembly | None = None
         self._allocating: threading.Thread | None = None
+        self._pulls: Pulls | None = None
+        self._told_taken = 0
 
     def join(self) -> None:
-        """Waits for the engine's allocation where it is under way (R10)."""
+        """Waits for the engine's allocation and for reads where they are under way (R10)."""
         if self._allocating is not None:
             self._allocating.join()
+        if self._pulls is not None:
+            self._pulls.drain()
 
     def greet(self, link: Link, digest: str) -> wire.Header:
         """Says Hello; the first header that comes.
@@ -60,7 +71,8 @@ class Reading:
         Raises:
             Stale: the connection had been given up before; this room was not heard of.
         """
-        hello = wire.Hello(decode=self._leg.decode, ticket=self._leg.ticket)
+        reads = bool(link.card)
+        hello = wire.Hello(decode=self._leg.decode, ticket=self._leg.ticket, reads=reads)
         try:
             link.send(hello, self._room, fingerprint=digest)
             header = link.read_header()
@@ -74,8 +86,38 @@ class Reading:
 
     def exchange(self, link: Link, header: wire.Header) -> None:
         """All of it, from the first header on."""
+        self._pulls = self._inbound.pulls(link, lambda head, piece: self._place(link, head, piece))
         while not self._took(link, header):
+            if self._pulls is not None:
+                self._pull(link, self._pulls)
             header = link.read_header()
+
+    def _pull(self, link: Link, pulls: Pulls) -> None:
+        """Reads pieces until the stream has something to say."""
+        try:
+            pulls.wait_while(link.connection.quiet)
+        except NotAsPlaced:
+            self._hear_why(link)
+            raise
+        new = pulls.taken - self._told_taken
+        if new >= TAKEN_EVERY or (new and pulls.idle):
+            self._told_taken = pulls.taken
+            self._inbound.on(Event.TAKEN)
+            link.send(wire.Taken(pieces=pulls.taken), self._room)
+
+    def _hear_why(self, link: Link) -> None:
+        """Raises what the sender says of the end of this room, where it does in time."""
+        until = self._clock() + EXPLAINED_S
+        while self._clock() < until:
+            if link.connection.quiet():
+                time.sleep(1e-3)
+                continue
+            header = link.read_header()
+            if header.kind is wire.Kind.PAGES:
+                return
+            message = link.read_message(header)
+            if isinstance(message, wire.Abort):
+                self._aborted(message)
 
     def _took(self, link: Link, header: wire.Header) -> bool:
         """One message; True after the last one."""
@@ -88,16 +130,22 @@ class Reading:
         if isinstance(message, wire.Renew):
             self._renewed(message)
         elif isinstance(message, wire.Abort):
-            detail = f"{self._leg.prefill}: {message.detail}"
-            self._inbound.aborted(handoff_error(message.cause, detail))
+            self._aborted(message)
         elif isinstance(message, wire.Offer):
             self._offered(link, message)
+        elif isinstance(message, wire.Placed) and self._pulls is not None:
+            self._expect(header)
+            self._pulls.add(header, message)
         elif isinstance(message, wire.End):
             self._landed(message)
             return True
         else:
             raise ProtocolViolation(f"the sender sent {header.kind.name} out of order")
         return False
+
+    def _aborted(self, message: wire.Abort) -> None:
+        detail = f"{self._leg.prefill}: {message.detail}"
+        self._inbound.aborted(handoff_error(message.cause, detail))
 
     def _renewed(self, message: wire.Renew) -> None:
         """Progress of the sender's computing, where there is any, renews the deadline."""
@@ -150,10 +198,17 @@ class Reading:
             log.debug("room=%s the connection broke before the grant", self._room)
 
     def _piece(self, link: Link, header: wire.Header) -> None:
+        if self._pulls is not None:
+            raise ProtocolViolation("the sender sent pages that were to be read")
+        self._expect(header)
+        self._place(link, header, link.read_piece(header))
+
+    def _expect(self, header: wire.Header) -> None:
         self._inbound.on(Event.PAGES)
         assert self._assembly is not None
         self._assembly.take(header)
-        raw = link.read_piece(header)
+
+    def _place(self, link: Link, header: wire.Header, raw: memoryview) -> None:
         self._inbound.received_bytes += raw.nbytes
         shape = (header.layers, *link.geometry.shape[1:])
         piece = np.frombuffer(raw, dtype=PATTERN).reshape(shape)
@@ -162,6 +217,8 @@ class Reading:
     def _landed(self, end: wire.End) -> None:
         self._inbound.on(Event.END)
         assert self._assembly is not None
+        if self._pulls is not None and not self._pulls.idle:
+            raise ProtocolViolation("the sender ended before every piece was read")
         first_token = self._assembly.complete(end)
         # from here on a cancel comes too late
         self._inbound.on(Event.COMMIT)

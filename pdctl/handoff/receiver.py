@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Unpack
 
-from pdctl.errors import HandoffCancelled, PeerLost
+from pdctl.errors import HandoffCancelled, HandoffError, PeerLost
 from pdctl.handoff.arena import Bytes
 from pdctl.handoff.ending import Common, ReplicaEnd
 from pdctl.handoff.handshake import answer
@@ -16,9 +16,12 @@ from pdctl.handoff.idle import IdleLinks
 from pdctl.handoff.inbound import Inbound, Services
 from pdctl.handoff.link import Link
 from pdctl.handoff.page import PageGeometry
+from pdctl.handoff.pulls import Pulls, Slots
 from pdctl.handoff.pulse import Pulse
 from pdctl.handoff.sink import PageSink, Want
+from pdctl.handoff.transport.reach import Reach
 from pdctl.handoff.transport.tcp import parse_address
+from pdctl.handoff.wire import Header
 
 __all__ = ["Inbound", "PageSink", "Receiver", "Want"]
 
@@ -34,6 +37,8 @@ class Receiver(ReplicaEnd):
 
     Args:
         memory: makes what pieces are received into, page-locked say; None: ordinary memory.
+        reads: whether a prefill replica's memory is read, where there is a `reach`; else its
+            pieces come over the connection.
         common: as `ReplicaEnd` says; `timeout_s` is the default of legs, each brings its own,
             and `on_failed` is called before the failed handoff's `sink.abort`.
     """
@@ -44,10 +49,13 @@ class Receiver(ReplicaEnd):
         geometry: PageGeometry,
         *,
         memory: Callable[[int], Bytes] | None = None,
+        reads: Callable[[str], bool] = lambda prefill: True,
         **common: Unpack[Common],
     ) -> None:
         super().__init__(identity, geometry, **common)
         self._memory = memory
+        self._reads = reads
+        self._slots = None if self._reach is None else Slots(self._reach, geometry)
         self._idle = IdleLinks(self._clock)
         self._lock = threading.Lock()
         self._active: set[Inbound] = set()
@@ -62,6 +70,7 @@ class Receiver(ReplicaEnd):
             finished=self._finished,
             digest=identity.digest,
             clock=self._clock,
+            pulls=self._pulls,
         )
 
     def fetch(self, leg: Leg, token_ids: Sequence[int], sink: PageSink) -> Inbound:
@@ -95,6 +104,7 @@ class Receiver(ReplicaEnd):
             inbound.join(max(0.0, until - time.monotonic()))
         self._idle.close()
         self._pulse.stop(CLOSE_S)
+        self._close_reach()
 
     def check(self) -> bool:
         """One beat: deadlines, life, idle connections. True while anything is under way."""
@@ -104,6 +114,8 @@ class Receiver(ReplicaEnd):
         for inbound in active:
             inbound.check(now)
         self._idle.expire(now)
+        if self._slots is not None:
+            self._slots.look_again()
         return bool(active)
 
     def _idle_rooms(self) -> dict[int, float]:
@@ -127,8 +139,26 @@ class Receiver(ReplicaEnd):
             raise PeerLost(said, hint=error.hint) from error
         link = Link(connection, self._geometry, self._clock, self._memory)
         self._hand_over(inbound, link)
-        answer(link, self._identity.key)
+        card = answer(link, self._identity.key)
+        if self._reach is not None and self._reads(inbound.leg.prefill):
+            link.card = self._met(self._reach, inbound.leg.prefill, address, card)
         return link
+
+    def _met(self, reach: Reach, prefill: str, address: tuple[str, int], card: bytes) -> bytes:
+        if not card:
+            raise HandoffError(
+                f"{prefill} has no {reach.name}: its memory can't be read",
+                hint="both ends of a pair must be started from the same topology",
+            )
+        reach.meet(address, card)
+        return card
+
+    def _pulls(self, link: Link, place: Callable[[Header, memoryview], None]) -> Pulls | None:
+        if self._reach is None or self._slots is None or not link.card:
+            return None
+        return Pulls(
+            self._reach, self._slots, link, lambda header, piece: place(header, link.kept(piece))
+        )
 
     def _hand_over(self, inbound: Inbound, link: Link) -> None:
         try:

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Unpack
 
+import numpy as np
+
 from pdctl.errors import BudgetExceeded, HandoffCancelled, HandoffError, PeerLost
 from pdctl.handoff.arena import Arena, Bytes
 from pdctl.handoff.budget import Budget
@@ -61,11 +63,14 @@ class Sender(ReplicaEnd):
     ) -> None:
         super().__init__(identity, geometry, **common)
         self._address = listen
-        arena = None if memory is None else Arena(memory(budget_bytes))
+        if memory is None and self._reach is not None:
+            memory = _ordinary
+        arena = None if memory is None else Arena(self._exposed(memory(budget_bytes)))
         self._budget = Budget(budget_bytes, arena=arena, changed=self._count_budget)
         self._rooms = Rooms()
         awaited_s = min(AWAITED_S, self._timeout_s)
-        self._terms = Terms(identity, self._rooms, awaited_s, self._forget)
+        card = b"" if self._reach is None else self._reach.card()
+        self._terms = Terms(identity, self._rooms, awaited_s, self._forget, card)
         self._lock = threading.Lock()
         self._servings: set[Serving] = set()
         self._closing = threading.Event()
@@ -134,6 +139,7 @@ class Sender(ReplicaEnd):
         """Ends every handoff as cancelled, every connection and thread; bounded."""
         self._closing.set()
         if self._listener is None:
+            self._close_reach()
             return
         self._listener.close()
         self._acceptor.join(CLOSE_S)
@@ -151,6 +157,7 @@ class Sender(ReplicaEnd):
         for serving in servings:
             serving.join(max(0.0, until - time.monotonic()))
         self._pulse.stop(CLOSE_S)
+        self._close_reach()
 
     def check(self) -> bool:
         """One beat: deadlines, life, idle connections. True while anything is under way."""
@@ -164,6 +171,11 @@ class Sender(ReplicaEnd):
             outbound.check(now)
         self._budget.look_again()
         return bool(open_rooms) or any(serving.busy for serving in servings)
+
+    def _exposed(self, memory: Bytes) -> Bytes:
+        if self._reach is not None:
+            self._reach.expose(memory)
+        return memory
 
     def _idle_rooms(self) -> dict[int, float]:
         now = self._clock()
@@ -274,3 +286,8 @@ class Sender(ReplicaEnd):
     def _forget(self, serving: Serving) -> None:
         with self._lock:
             self._servings.discard(serving)
+
+
+def _ordinary(size: int) -> Bytes:
+    """Its pages are the system's until they are first written."""
+    return np.empty(size, np.uint8)

@@ -45,6 +45,8 @@ class Terms(msgspec.Struct, frozen=True):
     awaited_s: float
     """How long a Hello waits for its prompt."""
     closed: Callable[[Serving], None]
+    card: bytes = b""
+    """How the pages are read; empty where they are sent."""
 
 
 class Serving:
@@ -64,6 +66,8 @@ class Serving:
         self._expires_at_s = 0.0
         self._outbound: Outbound | None = None
         self._verdict: HandoffError | None = None
+        self.reads = False
+        """The receiver reads pieces itself."""
         self._given_up = False
         self._ending_at: float | None = None
         self._work: queue.SimpleQueue[Outbound | None] = queue.SimpleQueue()
@@ -140,7 +144,7 @@ class Serving:
 
     def _read(self) -> None:
         try:
-            challenge(self._link, self._identity.key)
+            challenge(self._link, self._identity.key, self._terms.card)
             self._writer.start()
             self._since = self._link.clock()
             self.proved = True
@@ -171,6 +175,8 @@ class Serving:
             self._aborted(handoff_error(message.cause, f"{self.decode}: {message.detail}"))
         if isinstance(message, wire.Grant) and outbound is not None:
             outbound.granted(message)
+        elif isinstance(message, wire.Taken) and outbound is not None:
+            outbound.taken(message.pieces)
         elif isinstance(message, wire.Done) and outbound is not None:
             self._done(outbound)
         else:
@@ -190,6 +196,8 @@ class Serving:
                 f"that of {self._identity.replica} {self._identity.digest[:12]}"
             )
         hello = wire.hello_rest(rest)
+        if hello.reads and not self._terms.card:
+            raise HandoffError(f"the pages of {self._identity.replica} can't be read, only sent")
         self._expires_at_s = verify(
             self._identity.key,
             hello.ticket,
@@ -200,7 +208,7 @@ class Serving:
             now_s=time.time(),
         )
         now = self._link.clock()
-        self.decode, self._since = hello.decode, now
+        self.decode, self.reads, self._since = hello.decode, hello.reads, now
         self._link.life.start(now)
         self._ending_at = None
         self._room = header.room
@@ -283,7 +291,8 @@ class Serving:
 
     def _send_part(self, outbound: Outbound, part: PagePart) -> None:
         piece = outbound.part_bytes(part)
-        self._link.send_piece(outbound.room, part.page, part.first_layer, piece)
+        send = self._link.send_placed if self.reads else self._link.send_piece
+        send(outbound.room, part.page, part.first_layer, piece)
         outbound.sent_bytes += piece.nbytes
 
 

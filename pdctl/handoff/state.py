@@ -63,6 +63,8 @@ class Event(enum.Enum):
     OFFER = "Offer"
     GRANT = "Grant"
     PAGES = "Pages"
+    """Or Placed, where the receiver reads the piece itself."""
+    TAKEN = "Taken"
     END = "End"
     COMMIT = "commit"
     DONE = "Done"
@@ -76,7 +78,9 @@ State = TypeVar("State", bound=enum.Enum)
 SENDER_LOCAL = frozenset(
     {Event.ADMIT, Event.RESERVE, Event.OFFER, Event.PAGES, Event.END, Event.FAIL}
 )
-RECEIVER_LOCAL = frozenset({Event.HELLO, Event.GRANT, Event.COMMIT, Event.DONE, Event.FAIL})
+RECEIVER_LOCAL = frozenset(
+    {Event.HELLO, Event.GRANT, Event.TAKEN, Event.COMMIT, Event.DONE, Event.FAIL}
+)
 
 SENDER_FINAL = frozenset({Sending.DONE, Sending.FAILED})
 RECEIVER_FINAL = frozenset({Receiving.DONE, Receiving.FAILED})
@@ -102,6 +106,7 @@ SENDER: dict[tuple[Sending, Event], Sending] = {
     (Sending.READY, Event.OFFER): Sending.OFFERED,
     (Sending.OFFERED, Event.GRANT): Sending.GRANTED,
     (Sending.GRANTED, Event.PAGES): Sending.GRANTED,
+    (Sending.GRANTED, Event.TAKEN): Sending.GRANTED,
     (Sending.GRANTED, Event.END): Sending.ENDED,
     (Sending.ENDED, Event.DONE): Sending.DONE,
     **{(state, Event.RENEW): state for state in _WITH_RECEIVER},
@@ -114,6 +119,7 @@ RECEIVER: dict[tuple[Receiving, Event], Receiving] = {
     (Receiving.GREETED, Event.OFFER): Receiving.OFFERED,
     (Receiving.OFFERED, Event.GRANT): Receiving.GRANTED,
     (Receiving.GRANTED, Event.PAGES): Receiving.GRANTED,
+    (Receiving.GRANTED, Event.TAKEN): Receiving.GRANTED,
     (Receiving.GRANTED, Event.END): Receiving.LANDED,
     (Receiving.LANDED, Event.COMMIT): Receiving.COMMITTING,
     (Receiving.COMMITTING, Event.DONE): Receiving.DONE,

@@ -5,6 +5,7 @@
 
 The body is msgpack, but for Pages, whose body is the piece itself, and Hello, which starts
 with the contract's fingerprint so that it can be compared before anything else is decoded.
+Placed stands for Pages where the receiver reads the piece itself, out of the sender's memory.
 `checksum` is XXH3-64 of the body, seeded with that of the header before it.
 
 Everything here raises ProtocolViolation for bytes that cannot be, and allocates nothing that
@@ -18,7 +19,7 @@ import struct
 from typing import Annotated, Any
 
 import msgspec
-from xxhash import xxh3_64, xxh3_64_intdigest
+from xxhash import xxh3_64_intdigest
 
 from pdctl.errors import ProtocolViolation
 from pdctl.handoff.page import PageGeometry
@@ -27,9 +28,10 @@ from pdctl.topology.contract import PROTOCOL
 
 MAGIC = b"pdcH"
 MAX_BODY_BYTES = 4096
+MAX_CARD_BYTES = 60 << 10
+"""A NIXL agent's metadata: 460 bytes on one machine, more with every network device."""
 MAX_DETAIL_CHARS = 500
 NONCE_BYTES = 32
-MAC_BYTES = 32
 
 _PREFIX = struct.Struct("<4sBBHQIHHI")
 _CHECKSUM = struct.Struct("<Q")
@@ -53,6 +55,12 @@ class Kind(enum.IntEnum):
     DONE = 9
     ABORT = 10
     RENEW = 11
+    PLACED = 12
+    TAKEN = 13
+
+
+PIECES = frozenset({Kind.PAGES, Kind.PLACED})
+"""Kinds whose header names layers of a page."""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -73,16 +81,20 @@ class Answer(Message, frozen=True, kw_only=True):
 
 
 class Proof(Message, frozen=True, kw_only=True):
-    """Sender: its proof over both nonces."""
+    """Sender: its proof over both nonces and its card, which says how its memory is read; empty
+    where it can't be."""
 
     proof: Digest
+    card: Annotated[bytes, msgspec.Meta(max_length=MAX_CARD_BYTES)] = b""
 
 
 class Hello(Message, frozen=True, kw_only=True):
-    """Receiver, once per handoff; the fingerprint stands before it."""
+    """Receiver, once per handoff; the fingerprint stands before it. `reads`: it takes pieces out
+    of the sender's memory itself, told of each by Placed instead of Pages."""
 
     decode: Name
     ticket: Annotated[str, msgspec.Meta(max_length=MAX_CHARS)]
+    reads: bool = False
 
 
 class Offer(Message, frozen=True, kw_only=True):
@@ -103,6 +115,22 @@ class Grant(Message, frozen=True, kw_only=True):
     tokens: Count
     held_tokens: Count
     first_token: bool
+
+
+class Placed(Message, frozen=True, kw_only=True):
+    """Sender: the piece that the header names lies there until End. `xxh3` is its XXH3-64; None
+    in a device's memory, which isn't hashed."""
+
+    address: Annotated[int, msgspec.Meta(ge=0)]
+    device: Count
+    xxh3: Annotated[int, msgspec.Meta(ge=0)] | None
+
+
+class Taken(Message, frozen=True, kw_only=True):
+    """Receiver: that many pieces of this handoff were read, all told. End comes after the last
+    of them, so that what was read before End was the sender's to show."""
+
+    pieces: Count
 
 
 class End(Message, frozen=True, kw_only=True):
@@ -141,8 +169,11 @@ BODIES: dict[Kind, type[Message]] = {
     Kind.DONE: Done,
     Kind.ABORT: Abort,
     Kind.RENEW: Renew,
+    Kind.PLACED: Placed,
+    Kind.TAKEN: Taken,
 }
 
+_MOST_BYTES = {Kind.PROOF: MAX_CARD_BYTES + MAX_BODY_BYTES}
 _KINDS: dict[type[Message], Kind] = {body: kind for kind, body in BODIES.items()}
 _DECODERS: dict[Kind, msgspec.msgpack.Decoder[Any]] = {
     kind: msgspec.msgpack.Decoder(body) for kind, body in BODIES.items()
@@ -177,6 +208,12 @@ def piece_header(room: int, page: int, first_layer: int, layers: int, piece: mem
     return _header(Kind.PAGES, room, page, first_layer, layers, piece)
 
 
+def placed_frame(room: int, page: int, first_layer: int, layers: int, placed: Placed) -> bytes:
+    """Header and body of Placed."""
+    body = _encoder.encode(placed)
+    return _header(Kind.PLACED, room, page, first_layer, layers, memoryview(body)) + body
+
+
 def _header(
     kind: Kind, room: int, page: int, first_layer: int, layers: int, body: memoryview
 ) -> bytes:
@@ -198,12 +235,14 @@ def read_header(raw: bytes | bytearray | memoryview, geometry: PageGeometry) -> 
     if reserved != 0 or number not in Kind.__members__.values():
         raise ProtocolViolation(f"unknown message kind {number}")
     kind = Kind(number)
+    if kind in PIECES and not 1 <= layers <= geometry.layers - first:
+        raise ProtocolViolation(f"layers {first} to {first + layers} are not in a page")
     if kind is Kind.PAGES:
-        if not 1 <= layers <= geometry.layers - first:
-            raise ProtocolViolation(f"layers {first} to {first + layers} are not in a page")
         if length != layers * geometry.layer_bytes:
             raise ProtocolViolation(f"a piece of {layers} layers is not {length} bytes")
-    elif page or first or layers or length > MAX_BODY_BYTES:
+    elif length > _MOST_BYTES.get(kind, MAX_BODY_BYTES) or (
+        kind is not Kind.PLACED and any((page, first, layers))
+    ):
         raise ProtocolViolation(f"malformed header of {kind.name}")
     (checksum,) = _CHECKSUM.unpack(raw[_PREFIX.size : HEADER_BYTES])
     return Header(
@@ -221,24 +260,10 @@ def read_header(raw: bytes | bytearray | memoryview, geometry: PageGeometry) -> 
 def check_body(header: Header, body: bytes | memoryview) -> None:
     """Compares the checksum; call it before the body is used."""
     if xxh3_64_intdigest(body, header.seed) != header.checksum:
-        raise _corrupted(header)
+        raise corrupted(header)
 
 
-class PieceCheck:
-    """The checksum of a body that comes in parts, each hashed while the cache still has it."""
-
-    def __init__(self, header: Header) -> None:
-        self._header = header
-        self._hash = xxh3_64(seed=header.seed)
-        self.update = self._hash.update
-
-    def finish(self) -> None:
-        """Raises ProtocolViolation where the parts are not what was sent."""
-        if self._hash.intdigest() != self._header.checksum:
-            raise _corrupted(self._header)
-
-
-def _corrupted(header: Header) -> ProtocolViolation:
+def corrupted(header: Header) -> ProtocolViolation:
     return ProtocolViolation(f"a {header.kind.name} of room {header.room} was corrupted")
 
 

@@ -22,13 +22,12 @@ from handoff.ends import (
     kv,
     place,
 )
-from handoff.secure import encrypted
+from handoff.transports import TRANSPORTS
 
 from pdctl.errors import HandoffCancelled, HandoffError, HandoffExpired, PeerLost
 from pdctl.handoff.receiver import Inbound
 from pdctl.handoff.sender import Outbound
 from pdctl.handoff.transport.memory import MemoryConnection, MemoryTransport
-from pdctl.handoff.transport.tcp import TcpTransport
 
 TOKENS = 200
 
@@ -159,7 +158,7 @@ WITH_RECEIVER = list(dict.fromkeys(WITH_RECEIVER))
 WITH_PROMPT = [stall for stall in STALLS if stall is not awaited]
 
 
-@pytest.fixture(params=[MemoryTransport, TcpTransport, encrypted], ids=["memory", "tcp", "tls"])
+@pytest.fixture(params=TRANSPORTS)
 def stalled(request):
     with both_ends(request.param(), budget_bytes=12 * SMALL.page_bytes) as ends:
         yield Stalled(ends)

@@ -18,7 +18,7 @@ from handoff.ends import (
     kv,
     place,
 )
-from handoff.secure import encrypted
+from handoff.transports import TRANSPORTS
 
 from pdctl.errors import (
     BudgetExceeded,
@@ -38,7 +38,7 @@ from pdctl.handoff.transport.memory import MemoryTransport
 from pdctl.handoff.transport.tcp import TcpTransport
 
 
-@pytest.fixture(params=[MemoryTransport, TcpTransport, encrypted], ids=["memory", "tcp", "tls"])
+@pytest.fixture(params=TRANSPORTS)
 def transport(request):
     return request.param()
 

@@ -1,0 +1,73 @@
+"""The seam beside the streams: memory of this process that peers read, and reads of theirs.
+
+The receiver reads, the sender never writes: what a read lands in is freed by whoever began the
+read, and knows whether it is over. A peer that is frozen, cut off or long dead can't reach into
+memory that has been given to another handoff meanwhile.
+
+Foreign exceptions end here. Nothing that a peer sent is unpickled, and no address of a peer's is
+used but against what its card says it exposed.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from pdctl.handoff.arena import Bytes
+
+Where = tuple[str, int]
+"""A sender's address, as it is dialled."""
+
+
+def address_of(memory: memoryview) -> int:
+    """Of its first byte, in this process."""
+    return np.frombuffer(memory, np.uint8).ctypes.data
+
+
+class Pull(Protocol):
+    """One read of a peer's memory, under way or over. One thread at a time."""
+
+    def landed(self) -> bool:
+        """True once the bytes are there; never waits for the peer. Raises PeerLost where they
+        will not come."""
+        ...
+
+    def release(self) -> bool:
+        """Frees it, after whatever `landed` said; False while bytes may still arrive: what they
+        arrive in is to be kept, and this called again. Never raises."""
+        ...
+
+
+class Reach(Protocol):
+    """One per process. Any thread may call any method.
+
+    Order: `expose` and `card` on a sender; `meet`, then `pull`, on a receiver; `close` last,
+    after every pull was released.
+    """
+
+    name: str
+    """As `handoff.transport` spells it."""
+
+    def expose(self, memory: Bytes) -> None:
+        """Lets peers read it, until `close`. Raises HandoffError where that can't be."""
+        ...
+
+    def card(self) -> bytes:
+        """What a peer needs to read what was exposed so far."""
+        ...
+
+    def meet(self, where: Where, card: bytes) -> None:
+        """The sender there shows this card; the one that it showed before is forgotten, once
+        nothing is read by it. Raises PeerLost for a card that is none."""
+        ...
+
+    def pull(self, card: bytes, address: int, device: int, into: memoryview) -> Pull:
+        """Begins to read as many bytes as `into` has; it lies in exposed memory. May return
+        after they have come. Raises PeerLost where the card does not cover those bytes, or its
+        owner is gone."""
+        ...
+
+    def close(self) -> None:
+        """Peers read nothing any more. Never raises."""
+        ...

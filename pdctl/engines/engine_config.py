@@ -4,6 +4,7 @@ through, and refuses by name what pdctl sets itself or can't serve."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 from pdctl.topology.diagnostics import Diagnostic
@@ -44,6 +45,51 @@ def check_one_device(replica: Replica) -> list[Diagnostic]:
             hint="write a replica for each device",
         )
     ]
+
+
+class Flags(NamedTuple):
+    """What a server's command line takes, by normalised name."""
+
+    owned: Mapping[str, str]
+    """Options that pdctl sets itself or refuses, and what to do instead."""
+    switches: frozenset[str]
+    """Those that take true or false."""
+    values: frozenset[str]
+    """Those that take a value."""
+    unknown: str
+    """What is said of any other; as `Problem.what`."""
+    listing: str | None = None
+    """The hint where no known option's name is near."""
+
+    def problem(self, name: str, value: Any) -> Problem | None:
+        """Of an option by its name and the kind of its value; an engine has more to say."""
+        if name in self.owned:
+            return Problem("owned", "is not for engine_config", self.owned[name])
+        if name in self.switches:
+            is_fit = isinstance(value, bool)
+            return None if is_fit else Problem("value", "must be true or false", None)
+        if name not in self.values:
+            near = get_close_matches(name, self.switches | self.values, n=1)
+            hint = f"did you mean {near[0]}?" if near else self.listing
+            return Problem("unknown", self.unknown, hint)
+        if isinstance(value, bool):
+            return Problem("value", "takes a value, not true or false", None)
+        return None
+
+
+def option_words(
+    config: Mapping[str, Any],
+    defaults: Mapping[str, Any],
+    words: Callable[[str, Any], list[str]],
+) -> list[str]:
+    """The command-line form of an `engine_config`, defaults included, sorted by name.
+
+    Args:
+        words: the engine's own; gets the option as it is spelled there, without dashes before
+            it, and the value.
+    """
+    values = {**defaults, **{normalised(key): value for key, value in config.items()}}
+    return [word for name in sorted(values) for word in words(name.replace("_", "-"), values[name])]
 
 
 def check_config(

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from pdctl.engines.engine_config import Problem, check_config, normalised
+from pdctl.engines.engine_config import Problem, check_config, option_words
 from pdctl.topology.diagnostics import Diagnostic
 
 PREFILL_STEP_TOKENS = 256
@@ -108,10 +108,9 @@ def _problem(name: str, value: Any) -> Problem | None:
 
 def option_arguments(config: Mapping[str, Any]) -> list[str]:
     """The command-line form of an `engine_config`, defaults included, sorted by name."""
-    values = {**DEFAULTS, **{normalised(k): v for k, v in config.items()}}
-    argv = []
-    for name in sorted(values):
-        value = values[name]
-        text = json.dumps(value, sort_keys=True) if isinstance(value, dict) else str(value)
-        argv += [f"--{name.replace('_', '-')}", text]
-    return argv
+    return option_words(config, DEFAULTS, _words)
+
+
+def _words(flag: str, value: Any) -> list[str]:
+    text = json.dumps(value, sort_keys=True) if isinstance(value, dict) else str(value)
+    return [f"--{flag}", text]

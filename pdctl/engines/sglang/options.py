@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from difflib import get_close_matches
 from typing import Any
 
-from pdctl.engines.engine_config import Problem, check_config, normalised
+from pdctl.engines.engine_config import Flags, check_config, option_words
 from pdctl.topology.diagnostics import Diagnostic
 
 SWITCHES = frozenset(
@@ -128,40 +127,30 @@ OWNED: Mapping[str, str] = {
 """Options that pdctl sets itself or refuses, and what to do instead."""
 
 
+FLAGS = Flags(
+    owned=OWNED,
+    switches=SWITCHES,
+    values=VALUES,
+    unknown="is not an option of SGLang's server that pdctl passes on",
+)
+
+
 def check_options(config: Mapping[str, Any], replica: str) -> list[Diagnostic]:
     """Every entry of an `engine_config` that cannot be passed on, in the file's order."""
-    return check_config(config, replica, _problem)
-
-
-def _problem(name: str, value: Any) -> Problem | None:
-    if name in OWNED:
-        return Problem("owned", "is not for engine_config", OWNED[name])
-    if name in SWITCHES:
-        if not isinstance(value, bool):
-            return Problem("value", "must be true or false", None)
-        return None
-    if name not in VALUES:
-        near = get_close_matches(name, SWITCHES | VALUES, n=1)
-        hint = f"did you mean {near[0]}?" if near else None
-        return Problem("unknown", "is not an option of SGLang's server that pdctl passes on", hint)
-    if isinstance(value, bool):
-        return Problem("value", "takes a value, not true or false", None)
-    return None
+    return check_config(config, replica, FLAGS.problem)
 
 
 def option_arguments(config: Mapping[str, Any]) -> list[str]:
     """The command-line form of an `engine_config`, defaults included, sorted by name. A switch
     that is false is left away: SGLang has no other way to say it."""
-    values = {**DEFAULTS, **{normalised(k): v for k, v in config.items()}}
-    argv: list[str] = []
-    for name in sorted(values):
-        value, flag = values[name], f"--{name.replace('_', '-')}"
-        if isinstance(value, bool):
-            argv += [flag] if value else []
-        elif isinstance(value, dict):
-            argv += [flag, json.dumps(value, sort_keys=True)]
-        elif isinstance(value, list):
-            argv += [flag, *map(str, value)]
-        else:
-            argv += [flag, str(value)]
-    return argv
+    return option_words(config, DEFAULTS, _words)
+
+
+def _words(flag: str, value: Any) -> list[str]:
+    if isinstance(value, bool):
+        return [f"--{flag}"] if value else []
+    if isinstance(value, dict):
+        return [f"--{flag}", json.dumps(value, sort_keys=True)]
+    if isinstance(value, list):
+        return [f"--{flag}", *map(str, value)]
+    return [f"--{flag}", str(value)]

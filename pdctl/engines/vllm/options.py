@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from difflib import get_close_matches
 from typing import Any
 
-from pdctl.engines.engine_config import Problem, check_config, normalised
+from pdctl.engines.engine_config import Flags, Problem, check_config, normalised, option_words
 from pdctl.topology.diagnostics import Diagnostic
 
 SWITCHES = frozenset(
@@ -142,43 +141,41 @@ OWNED: Mapping[str, str] = {
 """Options that pdctl sets itself or refuses, and what to do instead."""
 
 
+FLAGS = Flags(
+    owned=OWNED,
+    switches=SWITCHES,
+    values=VALUES,
+    unknown="is not an option of vLLM's server",
+    listing="see `vllm serve --help=all`",
+)
+
+
 def check_options(config: Mapping[str, Any], replica: str) -> list[Diagnostic]:
     """Every entry of an `engine_config` that cannot be passed on, in the file's order."""
     return check_config(config, replica, _problem)
 
 
+def option_arguments(config: Mapping[str, Any]) -> list[str]:
+    """The command-line form of an `engine_config`, defaults included, sorted by name."""
+    return option_words(config, DEFAULTS, _words)
+
+
 def _problem(name: str, value: Any) -> Problem | None:
-    if name in OWNED:
-        return Problem("owned", "is not for engine_config", OWNED[name])
-    if name in SWITCHES:
-        if not isinstance(value, bool):
-            return Problem("value", "must be true or false", None)
-        if name in ONLY_ON and not value:
-            return Problem("value", "can only be true", f"leave {name} away")
-        return None
-    if name not in VALUES:
-        near = get_close_matches(name, SWITCHES | VALUES, n=1)
-        hint = f"did you mean {near[0]}?" if near else "see `vllm serve --help=all`"
-        return Problem("unknown", "is not an option of vLLM's server", hint)
-    if isinstance(value, bool):
-        return Problem("value", "takes a value, not true or false", None)
+    found = FLAGS.problem(name, value)
+    if found is not None:
+        return found
+    if name in ONLY_ON and not value:
+        return Problem("value", "can only be true", f"leave {name} away")
     if name == "block_size" and not (isinstance(value, int) and value > 0 and value % 16 == 0):
         return Problem("value", "must be a multiple of 16", None)
     return None
 
 
-def option_arguments(config: Mapping[str, Any]) -> list[str]:
-    """The command-line form of an `engine_config`, defaults included, sorted by name."""
-    values = {**DEFAULTS, **{normalised(k): v for k, v in config.items()}}
-    argv: list[str] = []
-    for name in sorted(values):
-        value, flag = values[name], name.replace("_", "-")
-        if isinstance(value, bool):
-            argv.append(f"--{flag}" if value else f"--no-{flag}")
-        elif isinstance(value, list) and name in SEVERAL:
-            argv += [f"--{flag}", *map(str, value)]
-        elif isinstance(value, dict | list):
-            argv += [f"--{flag}", json.dumps(value, sort_keys=True)]
-        else:
-            argv += [f"--{flag}", str(value)]
-    return argv
+def _words(flag: str, value: Any) -> list[str]:
+    if isinstance(value, bool):
+        return [f"--{flag}" if value else f"--no-{flag}"]
+    if isinstance(value, list) and normalised(flag) in SEVERAL:
+        return [f"--{flag}", *map(str, value)]
+    if isinstance(value, dict | list):
+        return [f"--{flag}", json.dumps(value, sort_keys=True)]
+    return [f"--{flag}", str(value)]

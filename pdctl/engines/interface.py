@@ -52,6 +52,8 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
     effective: dict[str, Any] | None = None
     """{"attention": {...}, "positions": {...}} as that engine reads this checkpoint; None
     where it cannot be known without loading."""
+    has_nixl: bool = False
+    """The environment has NIXL's Python package."""
     problems: tuple[str, ...] = ()
     """What this engine can't serve of this checkpoint, a sentence each."""
 
@@ -64,6 +66,8 @@ class EngineSpec(Protocol):
     """Oldest version that is supported, and the first that is not: ("0.31.3", "0.33")."""
     recomputes_last_token: bool
     """As a decode engine: imports n-1 positions (True) or all n and P's first token."""
+    caches_handoffs: bool
+    """As a prefill engine: a later prompt with the same prefix is not computed whole again."""
     owned_options: frozenset[str]
     """Option names, normalised (lower case, `_` for `-`), that pdctl sets itself."""
 

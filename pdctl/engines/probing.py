@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import msgspec
@@ -45,6 +46,7 @@ def probed(engine: str, engine_version: str, look: Callable[[Findings], None]) -
         pdctl_version=__version__,
         python_version=platform.python_version(),
         effective=found.effective,
+        has_nixl=find_spec("nixl") is not None,
         problems=tuple(found.problems),
     )
 

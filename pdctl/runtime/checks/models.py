@@ -9,6 +9,7 @@ import msgspec
 
 from pdctl.engines.registry import spec_for
 from pdctl.runtime.checks.ground import Ground
+from pdctl.runtime.checks.natives import judge_native
 from pdctl.runtime.checks.outcome import ModelFacts
 from pdctl.runtime.checks.probes import Answer, judge_probe, run_probes
 from pdctl.runtime.hosts.interface import RuntimeHost
@@ -78,11 +79,13 @@ class Models:
     def probe(self) -> list[Diagnostic]:
         """Every replica's environment, asked in place."""
         probes = self._ground.ask("checking environments", self._probe, self._places())
-        return [
+        found = [
             problem
             for name, answer in _merged(probes.values()).items()
             for problem in self._probed(self._ground.topology.replica(name), answer)
         ]
+        answered = {name: facts.probe for name, facts in self.known.items() if facts.probe}
+        return found + judge_native(self._ground.topology, answered)
 
     def fingerprint(self) -> list[Diagnostic]:
         """One fingerprint per directory of each host; then every replica's contract."""

@@ -29,12 +29,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pdctl.engines.vllm.asks import Ask, Standing, leg_of, progress, released
+from pdctl.engines.vllm.load_count import LoadCount
 from pdctl.engines.vllm.steps import (
     Begin,
     Doom,
     Export,
     Finish,
-    Load,
     News,
     Notice,
     Place,
@@ -62,20 +62,17 @@ class SchedulerHalf:
         self._recomputes = recomputes
         self._shares = shares
         self._asks: dict[str, Ask] = {}
-        self._active: set[str] = set()
+        self._count = LoadCount()
         self._begin: list[Begin] = []
         self._seek: list[Seek] = []
         self._finish: list[Finish] = []
         self._place: list[Place] = []
         self._doom: list[Doom] = []
         self._release: list[int] = []
-        self._prompt_tokens = self._output_tokens = 0
-        self._decoded: list[int] = []
 
     def arrived(self, request: Any) -> None:
         """A new request; one without a leg is none of ours."""
-        self._active.add(request.request_id)
-        self._prompt_tokens += request.num_prompt_tokens
+        self._count.arrived(request)
         params = request.kv_transfer_params
         if not isinstance(params, dict) or "pdctl" not in params:
             if self._shares and request.prompt_token_ids is not None:
@@ -95,6 +92,8 @@ class SchedulerHalf:
 
     def _open(self, request: Any, ask: Ask, params: dict[str, Any]) -> None:
         ask.leg = leg_of(params)
+        if ask.leg is not None and self._role is Role.DECODE:
+            self._count.follow(request.request_id, ask.leg.room)
         tokens = request.prompt_token_ids
         if ask.leg is None or tokens is None or self._role is Role.BOTH:
             log.warning("request=%s has a leg that is not for this replica", request.request_id)
@@ -169,13 +168,6 @@ class SchedulerHalf:
 
     def step(self, scheduled: Any) -> Step:
         """What the worker's half has to do in the step that was just scheduled."""
-        load = Load(
-            requests_active=len(self._active),
-            prompt_tokens=self._prompt_tokens,
-            output_tokens=self._output_tokens,
-            decoding=list(self._decoding(scheduled)),
-            decoded=self._decoded,
-        )
         made = Step(
             begin=self._begin,
             seek=self._seek,
@@ -185,12 +177,10 @@ class SchedulerHalf:
             release=self._release,
             starts=list(self._starting(scheduled)),
             export=list(self._exports(scheduled)),
-            load=load,
+            load=self._count.take(scheduled),
         )
         self._begin, self._finish, self._place, self._doom = [], [], [], []
         self._seek, self._release = [], []
-        self._prompt_tokens = self._output_tokens = 0
-        self._decoded = []
         return made
 
     def told(self, notices: Sequence[Notice]) -> None:
@@ -207,14 +197,10 @@ class SchedulerHalf:
 
     def finished(self, request: Any) -> None:
         """The request has ended, in whatever way; may be called twice."""
-        if request.request_id in self._active:
-            self._active.discard(request.request_id)
-            self._output_tokens += len(request.output_token_ids)
+        self._count.finished(request)
         ask = self._asks.pop(request.request_id, None)
         if ask is None:
             return
-        if ask.leg is not None and ask.role is Role.DECODE:
-            self._decoded.append(ask.leg.room)
         self._begin = [b for b in self._begin if b.request_id != request.request_id]
         self._seek = [s for s in self._seek if s.request_id != request.request_id]
         outputs = request.output_token_ids
@@ -231,12 +217,6 @@ class SchedulerHalf:
             if ask is not None and ask.starts:
                 ask.starts = False
                 yield request_id
-
-    def _decoding(self, scheduled: Any) -> Iterator[int]:
-        for request_id in scheduled.num_scheduled_tokens:
-            ask = self._asks.get(request_id)
-            if ask is not None and ask.leg is not None and ask.role is Role.DECODE:
-                yield ask.leg.room
 
     def _exports(self, scheduled: Any) -> Iterator[Export]:
         for request_id, blocks, anew, computed in progress(scheduled):

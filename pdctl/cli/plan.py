@@ -17,7 +17,7 @@ from pdctl.runtime.agent.outpost import forwards_to
 from pdctl.runtime.checks.outcome import Validation
 from pdctl.runtime.checks.validation import validate as run
 from pdctl.runtime.cluster.placement import agent_command
-from pdctl.runtime.cluster.state import own_plan
+from pdctl.runtime.cluster.state import StateDir, own_plan
 from pdctl.runtime.hosts.ssh import far_end_argv
 from pdctl.topology.model import Topology
 from pdctl.topology.plan import Plan
@@ -71,8 +71,9 @@ def surroundings(topology: Topology, plan: Plan) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for name in plan.agent_ports:
         host = topology.hosts[name]
-        folder = plan.cluster if host.ssh is None else f"{plan.cluster}/hosts/{name}"
-        state = f"~/.local/state/pdctl/{folder}"
+        # another host's XDG_STATE_HOME is its own matter: it is asked at `up`
+        there = f"~/.local/state/pdctl/{plan.cluster}/hosts/{name}"
+        state = str(StateDir.of(plan.cluster).path) if host.ssh is None else there
         found[f"agent of {name}"] = list(agent_command(host, state, "").argv)
         if name != plan.router_host and host.ssh is not None:
             argv = far_end_argv(host, forwards=forwards_to(name, plan))

@@ -156,8 +156,12 @@ def test_plan_shows_commands_ports_and_pairs(pdctl: Any, file: Path) -> None:
         assert argv[argv.index("--port") + 1] == str(replica["http_port"])
 
 
-def test_plan_shows_the_way_to_other_hosts(pdctl: Any, file: Path) -> None:
-    """The keeper's ssh with its forwards, each agent, and what is lost with this machine."""
+def test_plan_shows_the_way_to_other_hosts(
+    pdctl: Any, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The keeper's ssh with its forwards, each agent and its state, and what is lost with this
+    machine."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(file.parent / "state"))
     far = '[hosts.studio]\nssh = "me@studio"\npython = "~/mlx/bin/python"\n'
     text = GOOD.replace('name = "d0"', 'name = "d0"\nhost = "studio"') + far
     file.write_text(text + '[hosts.local]\naddress = "192.0.2.7"\n')
@@ -170,6 +174,8 @@ def test_plan_shows_the_way_to_other_hosts(pdctl: Any, file: Path) -> None:
     assert around["agent of studio"][:3] == [
         "~/mlx/bin/python", "-m", "pdctl.runtime.agent.watchdog"
     ]  # fmt: skip
+    state = around["agent of local"].index("--state") + 1
+    assert around["agent of local"][state] == str(file.parent / "state" / "pdctl" / "studio")
     argv = around["local to studio"]
     forward = argv[argv.index("-L") + 1].split(":")
     assert (forward[0], forward[2], len(forward)) == ("127.0.0.1", "127.0.0.1", 4)

@@ -8,10 +8,10 @@ from typing import Any
 from sglang.srt.disaggregation.base.conn import BaseKVManager
 
 from pdctl.engines.channel import Failed
+from pdctl.engines.copier import Copier
 from pdctl.engines.interface import Leg
 from pdctl.engines.session import Session
-from pdctl.engines.sglang.exporting import Exporter
-from pdctl.engines.sglang.pool import SlotPool
+from pdctl.engines.sglang.pool import SlotPool, streams_in_use
 from pdctl.errors import HandoffError
 from pdctl.handoff.receiver import Receiver
 from pdctl.handoff.sender import Sender
@@ -43,7 +43,10 @@ class Exchange(BaseKVManager):  # type: ignore[misc]
     def __init__(self, args: Any, disaggregation_mode: Any, *_: Any, **__: Any) -> None:
         self.kv_args = args
         self.prefill_info_table = EveryAddress()
-        self.exporter = Exporter()
+        self.exporter = Copier("pdctl-export")
+        """Copies what prefill has computed out of the blocks, which SGLang takes back only after
+        `PrefillLeg.abort` has returned: a job is short, and an abort waits for the one that is
+        under way."""
         self._session: Session | None = None
         self._pool: SlotPool | None = None
         self._scheduler: Any = None
@@ -90,10 +93,7 @@ class Exchange(BaseKVManager):  # type: ignore[misc]
         self.session.report(failed)
 
     def streams_in_use(self) -> list[Any]:
-        """On a GPU, those that a forward which still runs may write the KV memory on."""
-        names = ("forward_stream", "schedule_stream")
-        found = (getattr(self._scheduler, name, None) for name in names)
-        return [stream for stream in found if stream is not None]
+        return streams_in_use(self._scheduler)
 
     # -- SGLang's rows
 

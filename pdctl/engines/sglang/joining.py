@@ -13,9 +13,12 @@ import msgspec
 from pdctl.engines.session import Session
 from pdctl.engines.sglang.effective import loaded
 from pdctl.engines.sglang.pool import SlotPool
+from pdctl.engines.sglang.sharing import Sharing
 from pdctl.errors import LaunchError
 from pdctl.handoff.counters import CounterBoard, Counters
 from pdctl.handoff.page import PageGeometry
+from pdctl.handoff.store.interface import PageStore
+from pdctl.topology.contract import Contract
 from pdctl.topology.model import Engine, Role
 
 log = logging.getLogger("pdctl.engines.sglang")
@@ -33,11 +36,17 @@ QUEUES = (
 """Where a scheduler keeps requests that no batch runs."""
 
 _board = CounterBoard()
+_sharing: Sharing | None = None
 
 
 def board() -> CounterBoard:
     """This process's counters; nobody reads them before it has joined."""
     return _board
+
+
+def sharing() -> Sharing | None:
+    """This process's, where it is of an ordinary replica that shares its prefixes."""
+    return _sharing
 
 
 def join(_: Any, scheduler: Any) -> None:
@@ -47,7 +56,7 @@ def join(_: Any, scheduler: Any) -> None:
         LaunchError: no agent, or this is not the SGLang that the plug-in knows. The scheduler
             ends, and its server with it.
     """
-    global _board
+    global _board, _sharing
     logging.getLogger("pdctl").setLevel(logging.INFO)
     _check_hooks()
     session = Session(
@@ -61,14 +70,31 @@ def join(_: Any, scheduler: Any) -> None:
     _board = session.board
     if assigned.role is not Role.BOTH:
         queue = scheduler.disagg_prefill_bootstrap_queue or scheduler.disagg_decode_prealloc_queue
-        memory = scheduler.token_to_kv_pool_allocator.get_kvcache()
-        try:
-            pool = SlotPool(memory, PageGeometry.of(assigned.contract))
-        except (AttributeError, ValueError) as error:
-            raise LaunchError(f"SGLang's KV memory can't be converted: {error}") from error
-        queue.kv_manager.join(session, pool, scheduler)
+        queue.kv_manager.join(session, _pool(scheduler, assigned.contract), scheduler)
     session.open(loaded(scheduler))
+    if session.store is not None:
+        _sharing = _opened_sharing(scheduler, session.store, assigned.contract)
     atexit.register(session.close)
+
+
+def _opened_sharing(scheduler: Any, store: PageStore, contract: Contract) -> Sharing:
+    from pdctl.engines.sglang.tree import Tree
+
+    if scheduler.server_args.disable_radix_cache:
+        raise LaunchError(
+            "prefixes can't be shared without SGLang's radix cache",
+            hint="leave engine_config.disable_radix_cache or [sharing] away",
+        )
+    pool = _pool(scheduler, contract)
+    return Sharing(scheduler, store, pool, Tree(scheduler, pool), PageGeometry.of(contract))
+
+
+def _pool(scheduler: Any, contract: Contract) -> SlotPool:
+    memory = scheduler.token_to_kv_pool_allocator.get_kvcache()
+    try:
+        return SlotPool(memory, PageGeometry.of(contract))
+    except (AttributeError, ValueError) as error:
+        raise LaunchError(f"SGLang's KV memory can't be converted: {error}") from error
 
 
 def _check_hooks() -> None:

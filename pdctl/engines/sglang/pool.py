@@ -107,6 +107,13 @@ class SlotPool:
         stream.synchronize()
 
 
+def streams_in_use(scheduler: Any) -> list[Any]:
+    """On a GPU, those that a forward which still runs may write the KV memory on."""
+    names = ("forward_stream", "schedule_stream")
+    found = (getattr(scheduler, name, None) for name in names)
+    return [stream for stream in found if stream is not None]
+
+
 def _blocks(layers: Sequence[torch.Tensor], pages: PageGeometry) -> list[torch.Tensor]:
     """Each layer as `[blocks, page_tokens, kv_heads, head_dim]`, the same memory."""
     row = (pages.kv_heads, pages.head_dim)

@@ -22,7 +22,7 @@ from pdctl.engines.copier import Copier
 from pdctl.engines.vllm.interface import Blocks, Span
 from pdctl.engines.vllm.steps import Seek
 from pdctl.handoff.arena import Arena
-from pdctl.handoff.page import PageGeometry, Patterns
+from pdctl.handoff.page import PATTERN, PageGeometry, Patterns
 from pdctl.handoff.store.interface import Loan, PageStore
 from pdctl.handoff.store.keys import PromptKeys
 
@@ -30,6 +30,8 @@ log = logging.getLogger("pdctl.engines.vllm")
 
 SAVE_BYTES = 256 << 20
 """Pages on their way out of the blocks, at most; a whole step's where that has more."""
+LOAD_BYTES = 64 << 20
+"""Pages on their way in through memory that the GPU reads; two at least."""
 
 Found = Callable[[str, int], None]
 Loaded = Callable[[str, Sequence[int]], None]
@@ -60,12 +62,30 @@ class Sharing:
         self.copier = Copier("pdctl-import")
         size = max(SAVE_BYTES, (pages.pages_for(step_tokens) + 2) * pages.page_bytes)
         self.arena = Arena((blocks.page_memory or _any_memory)(size))
+        self._within_reach: Arena | None = None
+        if blocks.page_memory is not None:
+            size = max(LOAD_BYTES, 2 * pages.page_bytes)
+            self._within_reach = Arena(blocks.page_memory(size))
 
     def seek(self, seek: Seek) -> Sharer:
         """Worker thread."""
         sharer = Sharer(self, seek)
         sharer.start(seek)
         return sharer
+
+    def reachable(self, page: Patterns) -> Patterns:
+        """The copier's thread: that page, in memory that the engine's copies read."""
+        if self._within_reach is None:
+            return page
+        memory = self._within_reach.take(page.nbytes)
+        if memory is None:
+            # those before it are given back once they have been read
+            self.blocks.flush()
+            memory = self._within_reach.take(page.nbytes)
+            assert memory is not None, "nobody else takes any"
+        near = memory.view(PATTERN).reshape(page.shape)
+        near[...] = page
+        return near
 
     def close(self) -> None:
         """Bounded; what is being copied in is copied first."""
@@ -183,7 +203,7 @@ class Sharer:
         memory, size = self._sharing.blocks, self._sharing.pages.page_tokens
         while start < stop:
             end = min(stop, (start // size + 1) * size)
-            memory.write(blocks, start, end, 0, pages[start // size])
+            memory.write(blocks, start, end, 0, self._sharing.reachable(pages[start // size]))
             start = end
         memory.flush()
 

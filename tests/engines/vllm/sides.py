@@ -24,7 +24,7 @@ class Memory:
     """Blocks of 32 tokens, as bit patterns; `[block][layer][K, V][token][head][dim]`."""
 
     block_tokens = BLOCK
-    page_memory = None
+    page_memory: Any = None
     names: ClassVar = ["model.layers.0.attn", "model.layers.1.attn"]
 
     def __init__(self, seed: int) -> None:
@@ -67,8 +67,10 @@ class Memory:
 class Side:
     """One replica: its worker half, memory, counters and what it reported."""
 
-    def __init__(self, replica: str, seed: int, **session: Any) -> None:
-        self.memory = Memory(seed)
+    def __init__(
+        self, replica: str, seed: int, memory: Memory | None = None, **session: Any
+    ) -> None:
+        self.memory = memory or Memory(seed)
         self.failures: list[Any] = []
         self.session = SimpleNamespace(
             replica=replica,

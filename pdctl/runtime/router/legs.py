@@ -11,6 +11,7 @@ import msgspec
 from pdctl.engines.channel import Failed
 from pdctl.engines.interface import EngineSpec
 from pdctl.errors import HandoffError
+from pdctl.runtime.router.blame import STATUSES
 from pdctl.runtime.router.failure import ENGINE_ERROR, RequestFailed, on_leg
 from pdctl.runtime.router.members import Seat
 from pdctl.runtime.router.stream import Event, EventTooLong, Splitter
@@ -19,8 +20,9 @@ MAX_ANSWER_BYTES = 64 << 20
 MAX_ERROR_BYTES = 64 << 10
 
 CONNECT_TIMEOUT_S = 3.0
-KEEPALIVE_S = 15.0
-"""Idle connections are dropped before any engine would drop them (U21)."""
+KEEPALIVE_S = 4.0
+"""Idle connections are dropped before any engine would drop them (U21): vLLM and SGLang do
+after 5 s."""
 
 PROMPT_ALIASES = ("prompt", "input_tokens", "input_text")
 """What engines call a prompt that is too long, in whichever field it came."""
@@ -201,8 +203,7 @@ class EngineCall:
     def told(self, event: Event) -> RequestFailed:
         """The engine put an error into its stream before any output."""
         payload = event.raw.split(b"data:", 1)[-1].strip()
-        message, cause = self.spec.error_message(502, payload)
-        return self._failure(message, code=cause or ENGINE_ERROR)
+        return self._said(502, payload)
 
     async def _read(self, limit: int) -> bytes:
         response = self._opened()
@@ -221,8 +222,14 @@ class EngineCall:
         status = self._opened().status
         body = await self._read(MAX_ERROR_BYTES)
         self.finished = True
+        return self._said(status, body)
+
+    def _said(self, status: int, body: bytes) -> RequestFailed:
+        """What the engine said, with the status of the cause that it names: SGLang answers every
+        failed handoff with a 500. 4xx stays 4xx."""
         message, cause = self.spec.error_message(status, body)
         own = _error_object(body)
+        status = STATUSES.get(cause or "", status)
         if 400 <= status < 500:
             return RequestFailed(
                 status,

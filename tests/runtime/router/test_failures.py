@@ -39,16 +39,29 @@ async def test_prefill_failure_closes_the_decode_leg_at_once(body: dict) -> None
     replica and cause, and decode is closed and aborted."""
     async with cluster() as c:
         c["d0"].on["decode"] = stalls_then()
-        c["p0"].on["prefill"] = fails(502, "the budget is gone", "over_budget")
+        c["p0"].on["prefill"] = fails(502, "the copy is gone", "handoff")
         answer = await c.ask(body)
         error = error_of(await answer.read())
         assert answer.status == 502
-        assert error["message"].startswith('prefill replica "p0": the budget is gone')
-        assert error["code"] == "over_budget"
+        assert error["message"].startswith('prefill replica "p0": the copy is gone')
+        assert error["code"] == "handoff"
         assert answer.headers["x-pdctl-path"] == "p0>d0"
         room = int(answer.headers["x-pdctl-room"])
         await eventually(lambda: c["d0"].aborted == [room] and c["d0"].open == 0)
         assert c["p0"].aborted == []
+
+
+@BODIES
+async def test_a_cause_has_its_own_status_whatever_the_engine_says(body: dict) -> None:
+    """R40: SGLang answers a prompt that can never fit with a 500; it is the client's mistake, and
+    counts against nobody's health."""
+    async with cluster() as c:
+        c["d0"].on["decode"] = stalls_then()
+        c["p0"].on["prefill"] = fails(500, "it does not fit", "over_budget")
+        answer = await c.ask(body)
+        error = error_of(await answer.read())
+        assert (answer.status, error["type"]) == (400, "invalid_request_error")
+        assert (error["message"], error["code"]) == ("it does not fit", "over_budget")
 
 
 @BODIES

@@ -37,6 +37,7 @@ class MlxSpec:
     engine = Engine.MLX
     supported = ("0.31.3", "0.33")
     recomputes_last_token = True
+    caches_handoffs = False
     prefills_first = False
     owned_options = frozenset(OWNED)
     constraints: frozenset[str] = frozenset()

@@ -94,6 +94,7 @@ class SglangSpec:
     engine = Engine.SGLANG
     supported = ("0.5.21", "0.5.24")
     recomputes_last_token = False
+    caches_handoffs = True
     prefills_first = False
     owned_options = frozenset(OWNED)
     constraints = CONSTRAINTS

@@ -74,6 +74,7 @@ class VllmSpec:
     engine = Engine.VLLM
     supported = ("0.28.0", "0.33")
     recomputes_last_token = True
+    caches_handoffs = True
     prefills_first = True
     owned_options = frozenset(OWNED)
     constraints: frozenset[str] = frozenset()

@@ -9,23 +9,22 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 
-from pdctl.engines.channel import RouterAssignment
 from pdctl.engines.interface import EngineSpec
 from pdctl.engines.registry import spec_for
+from pdctl.runtime.router.affinity import Affinity
 from pdctl.runtime.router.delivery import Delivery
 from pdctl.runtime.router.failure import RequestFailed
 from pdctl.runtime.router.judge import Judge
 from pdctl.runtime.router.members import Roster
 from pdctl.runtime.router.policy import (
     Path,
-    choose,
     nothing_ready,
     pinned,
     preferred,
     unready,
 )
 from pdctl.runtime.router.request import Ask, objections
-from pdctl.topology.model import Policy, Role
+from pdctl.topology.model import Role
 
 PASSING = frozenset({502, 503})
 """Of a pair's failure, what another path may not meet."""
@@ -40,19 +39,16 @@ class Chooser:
 
     def __init__(
         self,
-        assignment: RouterAssignment,
         roster: Roster,
         judge: Judge,
+        affinity: Affinity,
         decided: Callable[[str, str], None],
     ) -> None:
         self._roster = roster
         self._judge = judge
+        self._affinity = affinity
         self._tell = decided
         self._turns = itertools.count()
-        self.adopt(assignment)
-
-    def adopt(self, assignment: RouterAssignment) -> None:
-        self._policy = Policy(assignment.policy)
 
     def pick(self, ask: Ask, pin: str | None, delivery: Delivery) -> Path:
         """The path of a first try.
@@ -118,7 +114,7 @@ class Chooser:
 
     def _choose(self, ask: Ask, paths: tuple[Path, ...]) -> Path:
         candidates = [self._roster.candidate(path) for path in self._honouring(ask, paths)]
-        return choose(candidates, self._policy, next(self._turns))
+        return self._affinity.choose(ask, candidates, next(self._turns))
 
     def _honouring(self, ask: Ask, paths: tuple[Path, ...]) -> list[Path]:
         """Of these, those whose engines honour the body; RequestFailed(400) where none does."""

@@ -25,11 +25,11 @@ class Prefixes:
     """Page keys by the replicas that computed them, the least lately used forgotten first.
 
     Args:
-        shared: replicas that read each other's pages through a store.
+        shared: replicas that read each other's pages through stores.
     """
 
     def __init__(self, shared: frozenset[str] = frozenset(), pages: int = PAGES) -> None:
-        self._shared = shared
+        self.shared = shared
         self._limit = pages
         self._held: dict[str, OrderedDict[bytes, None]] = {}
         self._usual = 1.0
@@ -57,8 +57,8 @@ class Prefixes:
         """Pages of the prompt that it would have to compute, the one with the tail too."""
         own = self._leading(replica, keys)
         best = own
-        if replica in self._shared:
-            best = max(own, *(self._leading(other, keys) for other in self._shared))
+        if replica in self.shared:
+            best = max(own, *(self._leading(other, keys) for other in self.shared))
         return len(keys) + 1 - best + SHARED * (best - own)
 
     def _leading(self, replica: str, keys: Sequence[bytes]) -> int:

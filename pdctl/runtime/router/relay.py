@@ -24,6 +24,7 @@ from pdctl.engines.interface import Leg
 from pdctl.engines.registry import spec_for
 from pdctl.handoff.ticket import mint
 from pdctl.runtime.router.aborts import Aborter
+from pdctl.runtime.router.affinity import Affinity
 from pdctl.runtime.router.attempt import Attempt
 from pdctl.runtime.router.blame import explained, is_unexplained
 from pdctl.runtime.router.choosing import Chooser
@@ -71,8 +72,9 @@ class Relay:
         self.stopping = anyio.Event()
         """Set, it ends every request with an error that says so."""
         self.flights = Flights()
-        self.judge = Judge(assignment, roster)
-        self._chooser = Chooser(assignment, roster, self.judge, tally.decided)
+        self._affinity = Affinity(assignment, roster)
+        self.judge = Judge(assignment, roster, self._affinity.held_tokens)
+        self._chooser = Chooser(roster, self.judge, self._affinity, tally.decided)
         self.adopt(assignment)
 
     def adopt(self, assignment: RouterAssignment) -> None:
@@ -81,7 +83,7 @@ class Relay:
         self._digest = assignment.contract.digest
         self._recomputes = assignment.on_failure is OnFailure.RECOMPUTE
         self.judge.adopt(assignment)
-        self._chooser.adopt(assignment)
+        self._affinity.adopt(assignment)
 
     async def serve(self, ask: Ask, pin: str | None, delivery: Delivery) -> None:
         """Answers one request.
@@ -91,10 +93,12 @@ class Relay:
             ClientGone: the client closed its connection.
         """
         try:
+            ask = await self._affinity.keyed(ask)
             path = self._chooser.pick(ask, pin, delivery)
         except RequestFailed as failure:
             self._note(failure)
             raise
+        self._affinity.sent(path, ask)
         timeout_s = self._assignment.plan.timeout_s
         try:
             await self.attempt(
@@ -109,6 +113,7 @@ class Relay:
             if second is None:
                 raise
             log.info("second try path=%s after=%s", second.text, failure.message)
+        self._affinity.sent(second, ask)
         try:
             await self.attempt(
                 second,

@@ -84,6 +84,8 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool
     prefill_fields: dict[str, Any] = {}
     """What the prefill leg's body has besides; a canary's."""
+    keys: tuple[bytes, ...] = ()
+    """Of its prompt's full pages, where the policy goes by them."""
     purpose: Purpose = Purpose.CLIENT
 
 

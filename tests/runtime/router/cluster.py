@@ -19,6 +19,7 @@ from pdctl.runtime.router.server import Router, attached
 from pdctl.topology.contract import Attention, Contract, Positions
 from pdctl.topology.model import (
     ComputeDtype,
+    Disaggregate,
     Dtype,
     OnFailure,
     Replica,
@@ -181,8 +182,11 @@ async def cluster(
     policy: str = "round_robin",
     api_key: str | None = None,
     on_failure: OnFailure = OnFailure.ERROR,
+    disaggregate: Disaggregate = Disaggregate.ALWAYS,
+    costs_path: str = "",
     canaries: bool = True,
     transport: Transport = Transport.TCP,
+    model_dir: FilePath | None = None,
     set_up: Callable[[dict[str, FakeEngine]], None] = lambda engines: None,
 ) -> AsyncIterator[Cluster]:
     """Starts everything; with `canaries`, waits until every path takes traffic. On the way
@@ -197,7 +201,9 @@ async def cluster(
         api_key=api_key,
         policy=policy,
         on_failure=on_failure,
-        model_dir="",
+        disaggregate=disaggregate,
+        costs_path=costs_path,
+        model_dir=str(model_dir or ""),
     )
     async with contextlib.AsyncExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())

@@ -16,9 +16,12 @@ from typing import Any
 import httpx2 as httpx
 from ports import free_port
 
+from pdctl.runtime.cluster.state import ClusterRecord, StateDir, handoff_key
+
 PDCTL = Path(sys.executable).with_name("pdctl")
 OPENBLAS = Path("/usr/lib/x86_64-linux-gnu/libopenblas.so.0")
 UP_TIMEOUT_S = 240
+GAUGES = ("handoffs_active", "buffer_bytes_used", "waiters", "requests_active")
 ENGINE_PYTHON = os.environ.get("PDCTL_TEST_MLX_PYTHON", sys.executable)
 
 
@@ -42,19 +45,9 @@ def topology_text(
 ) -> str:
     """A topology of MLX replicas on this machine; `roles` maps replica to role."""
     roles = roles or {"p0": "prefill", "d0": "decode", "o0": "both"}
+    head = head_text(name, bind=bind, model=model, context_length=context_length, handoff=handoff)
     env = ", ".join(f'{k} = "{v}"' for k, v in engine_env().items())
-    head = f"""
-schema = 1
-name = "{name}"
-[model]
-name = "{model}"
-dtype = "float16"
-context_length = {context_length}
-[handoff]
-timeout_s = 60.0
-{handoff}
-[router]
-bind = "{bind}"
+    host = f"""
 [hosts.local]
 python = "{ENGINE_PYTHON}"
 env = {{ {env} }}
@@ -70,7 +63,32 @@ compute_dtype = "{compute_dtype}"
 """
         for replica, role in roles.items()
     ]
-    return head + "".join(replicas)
+    return head + host + "".join(replicas)
+
+
+def head_text(
+    name: str,
+    *,
+    bind: str,
+    model: str = "tiny",
+    context_length: int = 2048,
+    handoff: str = "",
+) -> str:
+    """A topology up to its hosts and replicas; `handoff` is more lines of that section, and
+    sections after it."""
+    return f"""
+schema = 1
+name = "{name}"
+[model]
+name = "{model}"
+dtype = "float16"
+context_length = {context_length}
+[router]
+bind = "{bind}"
+[handoff]
+timeout_s = 60.0
+{handoff}
+"""
 
 
 class Cluster:
@@ -82,6 +100,7 @@ class Cluster:
         self.url = f"http://{self.bind}"
         self.model = options.get("model", "tiny")
         self.state = folder / "state"
+        self.state_dir = StateDir(self.state / "pdctl" / self.name)
         self.topology = folder / "topology.toml"
         self.topology.write_text(topology_text(self.name, model_dir, bind=self.bind, **options))
         self.env = {**os.environ, "XDG_STATE_HOME": str(self.state), "NO_COLOR": "1"}
@@ -95,7 +114,8 @@ class Cluster:
         self.http.close()
         done = self.pdctl("down", self.topology, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
-        assert not list(self.leftovers())
+        left = list(self.leftovers())
+        assert left == []
 
     def pdctl(self, *arguments: object, check: bool = True) -> subprocess.CompletedProcess[str]:
         words = [str(PDCTL), *(str(a) for a in arguments)]
@@ -108,6 +128,16 @@ class Cluster:
 
     def up(self) -> None:
         self.pdctl("up", self.topology, "--detach", "--wait-timeout", UP_TIMEOUT_S - 20)
+
+    def record(self) -> ClusterRecord:
+        """What the launch wrote down."""
+        found = self.state_dir.read()
+        assert found is not None
+        return found
+
+    def key(self) -> bytes:
+        """That of its handoffs."""
+        return handoff_key(self.state_dir.read_key())
 
     def ps(self, *, check: bool = True) -> dict[str, Any]:
         return dict(json.loads(self.pdctl("ps", self.topology, "--json", check=check).stdout))
@@ -175,10 +205,13 @@ class Cluster:
             return False
         return all(pair["state"] == "ready" for pair in pairs)
 
+    def in_flight(self) -> int:
+        """The sum of everything that a request holds anywhere, gauges of every replica."""
+        return sum(r[gauge] or 0 for r in self.status()["replicas"] for gauge in GAUGES)
+
     def idle(self) -> bool:
         """Nothing in flight anywhere: no handoff, no reserved byte, no waiter, no request."""
-        gauges = ("handoffs_active", "buffer_bytes_used", "waiters", "requests_active")
-        return all(r[g] == 0 for r in self.status()["replicas"] for g in gauges)
+        return self.in_flight() == 0
 
     def leftovers(self) -> Iterator[str]:
         """Processes whose command line names this cluster's folder."""

@@ -12,10 +12,14 @@ from e2e.far import D_HOST, P_HOST, FarCluster
 from e2e.faults import Ledger, Request
 from e2e.mixed import BUFFER, Mixed
 from e2e.prompts import exact_prompt
+from e2e.way import Way
 from sshd import machines
 from tiny import make_checkpoint
 
 FAMILIES = ("llama", "qwen2", "qwen3")
+THREE_CONTEXT = 2048
+THREE_BUFFER_TOKENS = THREE_CONTEXT - 128
+THREE_BUFFER = f'buffer_bytes = "{THREE_BUFFER_TOKENS // 64 * 128}KiB"'
 
 
 @pytest.fixture(scope="session")
@@ -50,6 +54,17 @@ def mixed(
     """Both engines in both roles; the buffer is a little smaller than the context."""
     folder = tmp_path_factory.mktemp("mixed")
     with Mixed(folder, checkpoints["llama"], "vp vd mp md", handoff=BUFFER) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="session")
+def three(
+    checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Mixed]:
+    """All three engines: two prefill and two decode replicas, and a link from each prefill one."""
+    options = {"linked": True, "context_length": THREE_CONTEXT, "handoff": THREE_BUFFER}
+    folder = tmp_path_factory.mktemp("three")
+    with Mixed(folder, checkpoints["llama"], "vp sp sd md", **options) as cluster:
         yield cluster
 
 
@@ -91,3 +106,9 @@ def prompt(checkpoints: dict[str, Path]) -> str:
 def expected(far_cluster: FarCluster, prompt: str) -> str:
     """What o0 alone makes of it."""
     return Request(far_cluster, prompt, path="o0", max_tokens=8).good().text
+
+
+@pytest.fixture
+def way(far: FarCluster, ledger: Ledger, prompt: str, expected: str) -> Way:
+    """From p0 to d0."""
+    return Way(far, far.link, "p0>d0", prompt, expected, ledger)

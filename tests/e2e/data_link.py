@@ -9,10 +9,10 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
+from engine.faults import INSIDE
 
 from pdctl.handoff.wire import HEADER_BYTES, Kind
 
@@ -21,21 +21,6 @@ CHUNK_BYTES = 16 << 10
 BODY_LENGTH = struct.Struct("<I")
 LENGTH_AT = 24
 RESET = struct.pack("ii", 1, 0)
-
-REDIRECT = """
-import socket
-
-_dial = socket.create_connection
-
-
-def _through(address, *rest, **named):
-    if address[1] == {port}:
-        address = ("127.0.0.1", {through})
-    return _dial(address, *rest, **named)
-
-
-socket.create_connection = _through
-"""
 
 
 class Frame(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,6 +68,8 @@ class DataLink:
         self.to_prefill: Edit = whole
         self.bytes_per_s: float | None = None
         self.held = threading.Event()
+        self.dialled = 0
+        """Connections so far."""
         self._go_on = threading.Event()
         self._go_on.set()
         self._hold_after: int | None = None
@@ -104,13 +91,6 @@ class DataLink:
             self._server.shutdown(socket.SHUT_RDWR)
         self._server.close()
         self.cut()
-
-    def redirect(self, folder: Path) -> str:
-        """A value of PYTHONPATH with which a process dials here instead of the target."""
-        folder.mkdir()
-        text = REDIRECT.format(port=self.target[1], through=self.port)
-        (folder / "sitecustomize.py").write_text(text)
-        return str(folder)
 
     # -- what a test does to it
 
@@ -154,6 +134,7 @@ class DataLink:
                 near.close()
                 continue
             far.settimeout(None)
+            self.dialled += 1
             with self._lock:
                 self._sockets += [near, far]
             for source, sink, way in ((far, near, "to_decode"), (near, far, "to_prefill")):
@@ -210,6 +191,12 @@ class DataLink:
             rate = self.bytes_per_s
             if rate is not None:
                 time.sleep(len(part) / rate)
+
+
+def ways(links: Iterable[DataLink]) -> dict[str, str]:
+    """Environment with which a process dials these links instead of their targets."""
+    pairs = " ".join(f"{link.target[1]}:{link.port}" for link in links)
+    return {"PYTHONPATH": str(INSIDE), "PDCTL_TEST_WAYS": pairs}
 
 
 def _reset(each: socket.socket) -> None:

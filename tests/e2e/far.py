@@ -11,19 +11,18 @@ from pathlib import Path
 
 import psutil
 import pytest
-from e2e.cluster import ENGINE_PYTHON, Cluster, engine_env
-from e2e.data_link import DataLink
-from e2e.faults import Request
+from e2e.cluster import ENGINE_PYTHON, engine_env
+from e2e.data_link import DataLink, ways
+from e2e.faults import Mending
 from ports import free_port
 from runtime.fleet import own_address
 from sshd import Machines
 
 from pdctl.engines.channel import RUN_ENV
-from pdctl.runtime.cluster.state import ClusterRecord, StateDir, handoff_key
+from pdctl.runtime.cluster.state import ClusterRecord
 
 P_HOST, D_HOST = "gpu1", "studio"
 HOSTS = ("local", P_HOST, D_HOST)
-GAUGES = ("handoffs_active", "buffer_bytes_used", "waiters", "requests_active")
 KINDS = {
     "pdctl.runtime.agent.watchdog": "watchdog",
     "pdctl.runtime.agent": "agent",
@@ -65,7 +64,7 @@ compute_dtype = "float32"
 """
 
 
-class FarCluster(Cluster):
+class FarCluster(Mending):
     """Through `link` goes every byte between p0 and d0."""
 
     def __init__(
@@ -83,10 +82,8 @@ class FarCluster(Cluster):
         self.timeout_s = timeout_s
         self._head = HEAD.format(name=self.name, bind=self.bind, timeout_s=timeout_s)
         self._address = address
-        self._way = self.link.redirect(folder / "way")
         self.run = ""
         self.write()
-        self.at_rest: Counter[str] = Counter()
 
     def write(self, *, p_env: str = "") -> None:
         """The topology's file; `p_env` is added to p0's environment."""
@@ -99,7 +96,8 @@ class FarCluster(Cluster):
         model = {"model": self.model_dir}
         more = f"data_port = {self.data_port}\nenv = {{ {p_env} }}"
         text += REPLICA.format(name="p0", host=P_HOST, role="prefill", more=more, **model)
-        more = f'env = {{ PYTHONPATH = "{self._way}" }}'
+        env = ", ".join(f'{k} = "{v}"' for k, v in ways([self.link]).items())
+        more = f"env = {{ {env} }}"
         text += REPLICA.format(name="d0", host=D_HOST, role="decode", more=more, **model)
         text += REPLICA.format(name="o0", host="local", role="both", more="", **model)
         self.topology.write_text(text)
@@ -117,14 +115,6 @@ class FarCluster(Cluster):
         super().__exit__(*ended)
         self.link.__exit__()
         assert not list(gone_wrong(record))
-
-    def record(self) -> ClusterRecord:
-        record = StateDir(self.state / "pdctl" / self.name).read()
-        assert record is not None
-        return record
-
-    def key(self) -> bytes:
-        return handoff_key(StateDir(self.state / "pdctl" / self.name).read_key())
 
     # -- processes
 
@@ -176,32 +166,11 @@ class FarCluster(Cluster):
     def hosts(self) -> dict[str, str]:
         return {host["name"]: host["state"] for host in self.ps(check=False)["hosts"]}
 
-    def in_flight(self) -> int:
-        """The sum of everything that a request holds anywhere, gauges of every replica."""
-        return sum(int(r[gauge]) for r in self.status()["replicas"] for gauge in GAUGES)
-
-    def settle(self) -> None:
-        """Whole again: the link, both machines, every pair."""
+    def mend(self) -> None:
+        """The link, and both machines."""
         self.link.mend()
         for machine in (self.machines[P_HOST], self.machines[D_HOST]):
             machine.start()
-        self.wait("every pair ready", self.ready)
-
-    def recovered(self, prompt: str, expected: str) -> int:
-        """Every pair is ready again, the next request right; returns what is left (`left`)."""
-        self.settle()
-        Request(self, prompt, max_tokens=8).good(expected)
-        return self.left()
-
-    def left(self, within_s: float = 10.0) -> int:
-        """What is in flight, and processes more than at rest, once that is 0 or time is up."""
-        until_s = time.monotonic() + within_s
-        while True:
-            more = sum((self.census() - self.at_rest).values())
-            left = more + self.in_flight()
-            if left == 0 or time.monotonic() > until_s:
-                return left
-            time.sleep(0.1)
 
 
 def _kind(words: list[str]) -> str | None:

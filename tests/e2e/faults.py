@@ -1,10 +1,11 @@
-"""A request that meets a fault, and the table of what became of all of them."""
+"""A cluster that is broken, a request that meets the fault, and the table of what became of all."""
 
 from __future__ import annotations
 
 import json
 import threading
 import time
+from collections import Counter
 from typing import Any
 
 import httpx2 as httpx
@@ -82,7 +83,7 @@ class Request:
         assert self.complete, (self.status, self.error)
         assert self.error is None
         if expected is not None:
-            assert self.text == expected
+            assert self.text.strip() == expected.strip()
         return self
 
     def told(self, *words: str, since_s: float | None = None, within_s: float = ANSWER_S) -> float:
@@ -104,6 +105,42 @@ class Request:
         code = self.error.get("code")
         began = "error event: " if self.status == 200 else f"{self.status} " if self.status else ""
         return f"{began}{code + ': ' if code else ''}{self.error['message']}"
+
+
+class Mending(Cluster):
+    """What tests break, and that is whole again after each; a subclass says what it runs."""
+
+    at_rest: Counter[str]
+    """The census of the whole cluster."""
+
+    def census(self) -> Counter[str]:
+        """How many processes of each kind there are."""
+        raise NotImplementedError
+
+    def mend(self) -> None:
+        """Undoes what a test does to it from outside."""
+        raise NotImplementedError
+
+    def settle(self, within_s: float = 60) -> None:
+        """Whole again, every pair."""
+        self.mend()
+        self.wait("every pair ready", self.ready, within_s)
+
+    def recovered(self, prompt: str, expected: str, path: str = "p0>d0") -> int:
+        """Every pair is ready again, the next request right; returns what is left (`left`)."""
+        self.settle()
+        Request(self, prompt, path=path, max_tokens=8).good(expected)
+        return self.left()
+
+    def left(self, within_s: float = 10.0) -> int:
+        """What is in flight, and processes more than at rest, once that is 0 or time is up."""
+        until_s = time.monotonic() + within_s
+        while True:
+            more = sum((self.census() - self.at_rest).values())
+            left = more + self.in_flight()
+            if left == 0 or time.monotonic() > until_s:
+                return left
+            time.sleep(0.1)
 
 
 class Ledger:

@@ -14,7 +14,7 @@ from e2e.cluster import PDCTL, Cluster, engine_env
 from sshd import Machines
 
 from pdctl.engines.channel import RUN_ENV
-from pdctl.runtime.cluster.state import ClusterRecord, StateDir
+from pdctl.runtime.cluster.state import ClusterRecord
 
 LEFT_S = 10.0
 """For what was told to end to be gone."""
@@ -67,7 +67,6 @@ class OverSsh(Cluster):
             f'[model]\nname = "tiny"\ncontext_length = 2048\n[handoff]\ntimeout_s = 60.0\n'
             f'[router]\nhost = "{router}"\nbind = "{self.bind}"\n{hosts}{replicas}'
         )
-        self.state_dir = StateDir(self.state / "pdctl" / self.name)
 
     def __exit__(self, *_: object) -> None:
         self.http.close()
@@ -75,11 +74,6 @@ class OverSsh(Cluster):
         if record is not None:
             self.pdctl("down", self.topology)
             self.assert_nothing_left(record)
-
-    def record(self) -> ClusterRecord:
-        found = self.state_dir.read()
-        assert found is not None
-        return found
 
     def edit(self, old: str, new: str) -> None:
         text = self.topology.read_text()

@@ -8,10 +8,10 @@ from collections.abc import Callable
 import pytest
 from e2e.far import D_HOST, P_HOST, FarCluster
 from e2e.faults import ANSWER_S, Ledger, Request
+from e2e.way import HELD_PAGES
 
 pytestmark = [pytest.mark.engine, pytest.mark.ssh]
 
-HELD_PAGES = 3
 MOMENTS = ("before", "during", "after")
 
 

@@ -10,11 +10,9 @@ import psutil
 import pytest
 from e2e.far import D_HOST, P_HOST, FarCluster
 from e2e.faults import ANSWER_S, Ledger, Request
+from e2e.way import HELD_PAGES
 
 pytestmark = [pytest.mark.engine, pytest.mark.ssh]
-
-HELD_PAGES = 3
-AWAY_S = 3.0
 
 
 def processes(far: FarCluster) -> dict[str, tuple[int, int]]:

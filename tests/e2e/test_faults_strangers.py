@@ -7,136 +7,28 @@ import json
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
-from e2e.data_link import Frame
 from e2e.far import HOSTS, FarCluster
 from e2e.faults import ANSWER_S, Ledger, Request
 from e2e.prompts import exact_prompt
-
-from pdctl.handoff import wire
-from pdctl.handoff.handshake import answer
-from pdctl.handoff.link import Link
-from pdctl.handoff.page import PageGeometry
-from pdctl.handoff.ticket import mint
-from pdctl.handoff.transport.tcp import TcpTransport
+from e2e.way import HELD_PAGES, TICKETS, Ticket, Way
 
 pytestmark = [pytest.mark.engine, pytest.mark.ssh]
 
-HELD_PAGES = 3
 GARBAGE = (b"GET / HTTP/1.0\r\n\r\n", b"\xff" * 4096, secrets.token_bytes(4096))
 SILENT_AT_EACH = 8
 
 
-@contextmanager
-def proved(far: FarCluster) -> Iterator[Link]:
-    """A connection to p0 that has proved the cluster's key: the strongest stranger."""
-    geometry = PageGeometry.of(far.record().contract)
-    connection = TcpTransport().dial(far.link.target, ANSWER_S)
-    link = Link(connection, geometry, time.monotonic)
-    try:
-        answer(link, far.key())
-        yield link
-    finally:
-        connection.unblock()
-        connection.close()
+@pytest.mark.parametrize(("made", "words"), TICKETS)
+def test_a_ticket_is_refused(way: Way, made: Ticket, words: str) -> None:
+    way.ticket_refused(made, words)
 
 
-def refusal(link: Link) -> wire.Abort:
-    while True:
-        header = link.read_header()
-        message = link.read_message(header)
-        if isinstance(message, wire.Abort):
-            return message
-
-
-Ticket = Callable[[bytes, int, str], tuple[int, str]]
-
-
-def another_key(key: bytes, room: int, digest: str) -> tuple[int, str]:
-    return room, mint(key[::-1], room, "p0", "d0", digest, time.time() + 60)
-
-
-def expired(key: bytes, room: int, digest: str) -> tuple[int, str]:
-    return room, mint(key, room, "p0", "d0", digest, time.time() - 1)
-
-
-def another_room(key: bytes, room: int, digest: str) -> tuple[int, str]:
-    return room + 1, mint(key, room, "p0", "d0", digest, time.time() + 60)
-
-
-def another_receiver(key: bytes, room: int, digest: str) -> tuple[int, str]:
-    return room, mint(key, room, "p0", "d9", digest, time.time() + 60)
-
-
-def no_ticket(key: bytes, room: int, digest: str) -> tuple[int, str]:
-    return room, "let me in"
-
-
-@pytest.mark.parametrize(
-    ("made", "words"),
-    [
-        (another_key, "not minted"),
-        (expired, "expired"),
-        (another_room, "not minted"),
-        (another_receiver, "not minted"),
-        (no_ticket, "malformed"),
-    ],
-)
-def test_a_ticket_is_refused(far: FarCluster, ledger: Ledger, made: Ticket, words: str) -> None:
-    """A peer with the cluster's key, even, needs a ticket for its room."""
-    digest = far.record().contract.digest
-    room, ticket = made(far.key(), secrets.randbits(60), digest)
-    with proved(far) as link:
-        began_s = time.monotonic()
-        link.send(wire.Hello(decode="d0", ticket=ticket), room, fingerprint=digest)
-        abort = refusal(link)
-        took_s = time.monotonic() - began_s
-    assert abort.cause == "ticket"
-    assert words in abort.detail
-    assert took_s < ANSWER_S
-    name = made.__name__.replace("_", " ")
-    ledger.row(f"ticket: {name}", f"Abort {abort.cause}: {abort.detail}", took_s, far.left())
-
-
-class Heard:
-    """Passes everything on, and keeps the last Hello."""
-
-    def __init__(self) -> None:
-        self.hello = b""
-
-    def __call__(self, frame: Frame) -> Sequence[bytes]:
-        if frame.kind is wire.Kind.HELLO:
-            self.hello = frame.raw
-        return (frame.raw,)
-
-
-def replay(far: FarCluster, hello: bytes) -> tuple[wire.Abort, float]:
-    with proved(far) as link:
-        began_s = time.monotonic()
-        link.connection.send([memoryview(hello)])
-        return refusal(link), time.monotonic() - began_s
-
-
-def test_a_ticket_is_replayed(far: FarCluster, ledger: Ledger, prompt: str, expected: str) -> None:
-    """In mid-transfer and after it, byte for byte: the one for whom it was is not disturbed."""
-    heard = Heard()
-    far.link.hold(HELD_PAGES)
-    far.link.to_prefill = heard
-    request = Request(far, prompt, max_tokens=8)
-    assert far.link.held.wait(20)
-    during, during_s = replay(far, heard.hello)
-    far.link.release()
-    request.good(expected)
-    after, after_s = replay(far, heard.hello)
-    assert {during.cause, after.cause} == {"ticket"}
-    assert max(during_s, after_s) < ANSWER_S
-    left = far.recovered(prompt, expected)
-    for moment, abort, took_s in (("in a", during, during_s), ("after the", after, after_s)):
-        told = f"Abort {abort.cause}: {abort.detail}"
-        ledger.row(f"ticket replayed {moment} transfer", told, took_s, left)
+def test_a_ticket_is_replayed(way: Way) -> None:
+    way.replayed()
 
 
 def open_ports(far: FarCluster) -> dict[tuple[str, int], str]:

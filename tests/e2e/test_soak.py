@@ -45,9 +45,11 @@ def clear_answers(cluster: Cluster, model: Path, path: str = "o0") -> dict[str, 
     raise AssertionError(f"only {len(found)} prompts have clear answers")
 
 
-def answer_alone(cluster: Cluster, prompt: str, path: str) -> tuple[str, float]:
+def answer_alone(
+    cluster: Cluster, prompt: str, path: str, tokens: int = OUTPUT_TOKENS
+) -> tuple[str, float]:
     """The text, and the smallest gap (nats) between a step's best token and its next."""
-    body = {"max_tokens": OUTPUT_TOKENS, "logprobs": True, "top_logprobs": 2, "pdctl_cache": False}
+    body = {"max_tokens": tokens, "logprobs": True, "top_logprobs": 2, "pdctl_cache": False}
     choice = cluster.completion(prompt, path, **body).json()["choices"][0]
     steps = [sorted(t["logprob"] for t in s["top_logprobs"]) for s in choice["logprobs"]["content"]]
     assert all(len(step) == 2 for step in steps)

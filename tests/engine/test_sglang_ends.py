@@ -70,9 +70,13 @@ def abort(process: Process, leg: Leg) -> None:
     assert status == 200
 
 
-def send(process: Process, body: dict[str, Any], leg: Leg) -> HTTPConnection:
+def leg_body(process: Process, body: dict[str, Any], leg: Leg) -> dict[str, Any]:
     bodies = process.spec.prefill_body, process.spec.decode_body
-    return process.send(COMPLETIONS, bodies[process.role is Role.DECODE](body, leg))
+    return bodies[process.role is Role.DECODE](body, leg)
+
+
+def send(process: Process, body: dict[str, Any], leg: Leg) -> HTTPConnection:
+    return process.send(COMPLETIONS, leg_body(process, body, leg))
 
 
 def answered(connection: HTTPConnection) -> int:
@@ -95,6 +99,33 @@ def test_what_is_no_leg_is_refused_and_the_engine_lives(
         body = completion(80, 1, salt="g", custom_params={"pdctl": garbage}, bootstrap_room=5)
         status, answer = process.post(COMPLETIONS, {**body, "bootstrap_host": host})
         assert status == 400, answer
+    check_next_is_right(pair, fleet)
+
+
+@pytest.mark.parametrize("field", ["bootstrap_host", "bootstrap_room", "custom_params"])
+def test_a_leg_that_lacks_a_field_is_refused(fleet: Fleet, pair: Pair, field: str) -> None:
+    """R34: what is there of it is right."""
+    leg = pair.leg()
+    for process in (pair.prefill, pair.decode):
+        make = (
+            process.spec.decode_body if process.role is Role.DECODE else process.spec.prefill_body
+        )
+        body = make(completion(80, 1, salt="l"), leg)
+        del body[field]
+        status, answer = process.post(COMPLETIONS, body)
+        assert status == 400, answer
+    check_next_is_right(pair, fleet)
+
+
+def test_a_leg_without_a_bootstrap_port_is_served(fleet: Fleet, pair: Pair) -> None:
+    """SGLang would dial it; the leg itself says where the sender is."""
+    leg, body = pair.leg(), completion(80, 1, salt="p")
+    legs = []
+    for process in (pair.prefill, pair.decode):
+        made = leg_body(process, body, leg)
+        del made["bootstrap_port"]
+        legs.append(process.send(COMPLETIONS, made))
+    assert [answered(connection) for connection in legs] == [200, 200]
     check_next_is_right(pair, fleet)
 
 

@@ -43,7 +43,7 @@ from pdctl.handoff.store.interface import StoreSeat
 from pdctl.handoff.store.shelves import StoreCounts
 from pdctl.handoff.transport.tls import Certificate
 from pdctl.topology.contract import Attention, Contract, Positions
-from pdctl.topology.model import ComputeDtype, Disaggregate, Engine, OnFailure, Role
+from pdctl.topology.model import ComputeDtype, Disaggregate, Engine, OnFailure, Role, Transport
 from pdctl.topology.plan import Plan
 
 SOCKET_ENV = "PDCTL_SOCKET"
@@ -89,6 +89,8 @@ class Assignment(Message, frozen=True, kw_only=True):
     data_port: int | None
     native: bool = False
     """The engine's own handoff moves its KV cache: no sender or receiver is to be opened."""
+    transports: dict[str, Transport] = {}
+    """Peer → how the pair's pages move."""
     handoff: HandoffSettings
     certificate: Certificate | None = None
     """The cluster's, where `handoff.encrypt`: both ends of the data plane show and require it."""

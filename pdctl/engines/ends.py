@@ -14,8 +14,8 @@ from pdctl.handoff.page import PageGeometry
 from pdctl.handoff.receiver import Receiver
 from pdctl.handoff.sender import Sender
 from pdctl.handoff.store.client import StoreClient
-from pdctl.handoff.transport.choice import chosen_transport
-from pdctl.topology.model import Role
+from pdctl.handoff.transport.choice import chosen_reach, chosen_transport
+from pdctl.topology.model import Role, Transport
 
 log = logging.getLogger("pdctl.engines")
 
@@ -74,6 +74,7 @@ def open_ends(
 
     Raises:
         UsageError: the environment asks for a pacing that can't be.
+        HandoffError: pages are to be read through NIXL, which does not work here.
     """
 
     def reporting(leg: str) -> Callable[[int, str, str], None]:
@@ -88,6 +89,7 @@ def open_ends(
     identity = Identity(assigned.replica, assigned.key, assigned.contract.digest)
     geometry = PageGeometry.of(assigned.contract)
     transport = chosen_transport(assigned.certificate, environment)
+    reach = chosen_reach(assigned.replica, assigned.transports, assigned.data_host)
     timeout_s = assigned.handoff.timeout_s
     if assigned.role is Role.DECODE:
         receiver = Receiver(
@@ -97,7 +99,9 @@ def open_ends(
             board=board,
             on_failed=reporting("decode"),
             memory=memory,
+            reads=lambda prefill: assigned.transports.get(prefill) is Transport.NIXL,
             transport=transport,
+            reach=reach,
         )
         return Ends(receiver=receiver)
     if assigned.role is not Role.PREFILL:
@@ -112,5 +116,6 @@ def open_ends(
         on_failed=reporting("prefill"),
         memory=memory,
         transport=transport,
+        reach=reach,
     )
     return Ends(sender=sender)

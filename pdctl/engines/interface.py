@@ -54,6 +54,8 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
     where it cannot be known without loading."""
     has_nixl: bool = False
     """The environment has NIXL's Python package."""
+    nixl_problem: str = ""
+    """Why pages can't be read through NIXL in that environment; "" where they can."""
     problems: tuple[str, ...] = ()
     """What this engine can't serve of this checkpoint, a sentence each."""
 

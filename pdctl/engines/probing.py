@@ -12,6 +12,7 @@ import msgspec
 
 from pdctl import __version__
 from pdctl.engines.interface import Probe
+from pdctl.handoff.transport import nixl
 
 MOST_SAID = 300
 """Characters kept of what a foreign library raises."""
@@ -47,6 +48,7 @@ def probed(engine: str, engine_version: str, look: Callable[[Findings], None]) -
         python_version=platform.python_version(),
         effective=found.effective,
         has_nixl=find_spec("nixl") is not None,
+        nixl_problem=nixl.problem(),
         problems=tuple(found.problems),
     )
 

@@ -35,7 +35,9 @@ def effective_of(
     )
 
 
-def terms_of(contract: Contract, *, native: bool = False, **own: Any) -> dict[str, Any]:
+def terms_of(
+    contract: Contract, *, native: bool = False, nixl: bool = False, **own: Any
+) -> dict[str, Any]:
     """What a pair may negotiate; `own` is what this engine alone names."""
-    transports = ["native" if native else "tcp"]
+    transports = ["native"] if native else ["tcp", *(["nixl"] if nixl else [])]
     return {"page_tokens": contract.page_tokens, **own, "transports": transports}

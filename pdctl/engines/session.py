@@ -26,7 +26,7 @@ from pdctl.handoff.receiver import Receiver
 from pdctl.handoff.sender import Sender
 from pdctl.handoff.store.client import StoreClient
 from pdctl.topology.contract import Attention
-from pdctl.topology.model import ComputeDtype, Engine
+from pdctl.topology.model import ComputeDtype, Engine, Transport
 
 log = logging.getLogger("pdctl.engines")
 
@@ -136,7 +136,12 @@ class Session:
             ),
             http_port=self._http_port,
             data_port=data_port,
-            terms=terms_of(contract, native=self.assigned.native, block_tokens=loaded.block_tokens),
+            terms=terms_of(
+                contract,
+                native=self.assigned.native,
+                nixl=Transport.NIXL in self.assigned.transports.values(),
+                block_tokens=loaded.block_tokens,
+            ),
         )
 
     def _announce(self, ready: Ready) -> None:

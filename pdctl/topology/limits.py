@@ -60,7 +60,6 @@ def ordinary_replicas(topology: Topology) -> int:
 
 
 LIMITS: tuple[Limit, ...] = (
-    Limit("transport", _transport(Transport.NIXL), 'write transport = "auto"'),
     Limit(
         "policy",
         _when(lambda t: t.router.policy is Policy.PREFIX, "router.policy", 'policy = "prefix"'),

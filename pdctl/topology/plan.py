@@ -101,6 +101,14 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
                 return replica
         raise KeyError(name)
 
+    def transports(self, replica: str) -> dict[str, Transport]:
+        """How the pages of each pair of that replica move, by its peer."""
+        return {
+            pair.decode if pair.prefill == replica else pair.prefill: pair.transport
+            for pair in self.pairs
+            if replica in (pair.prefill, pair.decode)
+        }
+
     def ports(self, host: str) -> frozenset[int]:
         """Every port that something of the cluster listens on at this host."""
         found = {self.agent_ports.get(host, 0)}
@@ -185,12 +193,14 @@ def resolve_transport(
     """The transport of one pair, and why."""
     if declared is Transport.NATIVE:
         return declared, f"native: {OWN.get(prefill.engine, prefill.engine)}"
+    if declared is Transport.NIXL:
+        return declared, "nixl: written in the file; host memory, read by the decode replica"
     if declared is not Transport.AUTO:
         return declared, f"{declared}: written in the file"
     for end in (prefill, decode):
         if end.engine is Engine.MLX:
             return Transport.TCP, "auto → tcp: mlx has no GPU path"
-    return Transport.TCP, "auto → tcp: host pages"
+    return Transport.TCP, "auto → tcp: pages lie in host memory"
 
 
 def peers(topology: Topology, replica: Replica) -> tuple[Replica, ...]:

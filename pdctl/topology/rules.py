@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from pdctl.topology import addresses, alone, limits, native
+from pdctl.topology import addresses, alone, limits, native, nixl
 from pdctl.topology.contract import Contract
 from pdctl.topology.diagnostics import Diagnostic, Severity
 from pdctl.topology.fields import split_address
@@ -225,6 +225,7 @@ RULES: tuple[Callable[[Topology], Iterable[Diagnostic]], ...] = (
     addresses.addresses,
     addresses.routes,
     native.rules,
+    nixl.rules,
     _exposure,
     _unused,
     alone.baseline,

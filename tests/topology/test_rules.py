@@ -57,7 +57,7 @@ def without(replica: str) -> str:
         ),
         (
             edited("timeout_s = 30", 'transport = "nixl"'),
-            "unsupported_transport",
+            "nixl_engines",
             'pair "p0" → "d0": transport "nixl"',
         ),
         (

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import secrets
 import sys
 import threading
@@ -66,6 +67,15 @@ def load() -> ModuleType:
         raise HandoffError(f"NIXL {present} does not load: {error}") from error
 
 
+def problem() -> str:
+    """Why NIXL can't be used in this environment; "" where it can."""
+    try:
+        load()
+    except HandoffError as error:
+        return error.message
+    return ""
+
+
 def _numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(".")[:2] if part.isdigit()]
 
@@ -79,6 +89,8 @@ class NixlReach:
     Args:
         replica: its agents are named after it, each process' with a nonce of its own, so that a
             peer never takes one that was restarted for the one before.
+        one_host: every peer is on this host: then UCX listens on loopback alone, unless the
+            environment says otherwise.
 
     Raises:
         HandoffError: NIXL can't be used here.
@@ -86,8 +98,10 @@ class NixlReach:
 
     name = "nixl"
 
-    def __init__(self, replica: str) -> None:
+    def __init__(self, replica: str, *, one_host: bool = False) -> None:
         library = load()
+        if one_host:
+            os.environ.setdefault("UCX_NET_DEVICES", "lo")
         logging.getLogger("nixl").setLevel(logging.WARNING)
         self._lock = threading.Lock()
         self._exposed: list[tuple[Any, Bytes]] = []

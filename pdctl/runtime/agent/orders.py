@@ -102,6 +102,7 @@ class Orders:
             data_host=plan.data_host,
             data_port=plan.data_port,
             native=plan.native,
+            transports=record.plan.transports(plan.name),
             handoff=HandoffSettings(
                 timeout_s=handoff.timeout_s,
                 on_failure=handoff.on_failure,

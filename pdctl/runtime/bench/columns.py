@@ -74,10 +74,8 @@ def required(column: Column, tokens: int, page_bytes: int | None) -> Required:
     imported = tokens if whole else tokens - 1
     pages = -(-imported // PAGE_TOKENS)
     moved = None if page_bytes is None else pages * page_bytes
-    if column.transport is Transport.TCP:
+    if column.transport in (Transport.TCP, Transport.NIXL):
         return Required(imported_tokens=imported, host_bytes=moved, gpu_bytes=0)
-    if column.transport is Transport.NIXL:
-        return Required(imported_tokens=imported, host_bytes=0, gpu_bytes=moved)
     return Required(imported_tokens=imported, host_bytes=None, gpu_bytes=None)
 
 

@@ -12,6 +12,7 @@ from pdctl.runtime.checks.ground import Ground
 from pdctl.runtime.checks.natives import judge_native
 from pdctl.runtime.checks.outcome import ModelFacts
 from pdctl.runtime.checks.probes import Answer, judge_probe, run_probes
+from pdctl.runtime.checks.reads import judge_reads
 from pdctl.runtime.hosts.interface import RuntimeHost
 from pdctl.runtime.hosts.survey import CheckpointRead
 from pdctl.topology.checkpoint import check_context
@@ -85,7 +86,8 @@ class Models:
             for problem in self._probed(self._ground.topology.replica(name), answer)
         ]
         answered = {name: facts.probe for name, facts in self.known.items() if facts.probe}
-        return found + judge_native(self._ground.topology, answered)
+        found += judge_native(self._ground.topology, answered)
+        return [*found, *judge_reads(self._ground.topology, answered)]
 
     def fingerprint(self) -> list[Diagnostic]:
         """One fingerprint per directory of each host; then every replica's contract."""

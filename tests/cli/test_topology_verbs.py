@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from tiny import make_checkpoint
-from topology.texts import GOOD, edited
+from topology.texts import GOOD, edited, native_apart, native_between
 
 from pdctl import __version__
 from pdctl.cli import app as boundary
@@ -154,6 +154,24 @@ def test_plan_shows_commands_ports_and_pairs(pdctl: Any, file: Path) -> None:
     for replica in replicas:
         argv = document["commands"][replica["name"]]["argv"]
         assert argv[argv.index("--port") + 1] == str(replica["http_port"])
+
+
+def test_plan_of_a_native_pair_shows_its_side_ports_and_what_is_open(
+    pdctl: Any, file: Path
+) -> None:
+    """R60, U30: on loopback, no warning; at an address, one for each end."""
+    file.write_text(native_between("vllm", "vllm"))
+    near = pdctl("plan", file, "--offline")
+    assert near.code == 0
+    assert "pair p0>d0  native  (native: vLLM's own NixlConnector)" in near.out
+    assert near.out.count("(its engine's own)") == 2
+    assert "page budget" not in near.out
+    assert "lets whoever reaches it" not in near.err
+    file.write_text(native_apart("vllm"))
+    apart = pdctl("plan", file, "--offline")
+    assert apart.code == 0
+    assert apart.err.replace("\n", " ").count("lets whoever reaches it") == 2
+    assert "VLLM_NIXL_SIDE_CHANNEL_HOST=10.0.0.2" in apart.out
 
 
 def test_plan_shows_the_way_to_other_hosts(

@@ -7,11 +7,15 @@ from typing import Any
 
 import msgspec
 import pytest
-from engines.specs import LEG, ONE_TOKEN, native, plan_of
+from engines.specs import CONTRACT, LEG, ONE_TOKEN, native, plan_of
 
+from pdctl.engines.channel import Assignment, HandoffSettings
+from pdctl.engines.ends import open_ends
+from pdctl.engines.readiness import terms_of
 from pdctl.engines.registry import spec_for
 from pdctl.errors import ProtocolViolation
-from pdctl.topology.model import Engine, Host, Role
+from pdctl.handoff.counters import CounterBoard
+from pdctl.topology.model import ComputeDtype, Engine, Host, OnFailure, Role
 
 NATIVE_LEG = msgspec.structs.replace(LEG, native=True)
 HOST = Host(name="local", python="/venv/bin/python")
@@ -98,6 +102,28 @@ def test_an_answer_without_blocks_is_never_computed_in_silence(answer: bytes) ->
     """R72: vLLM's decode would compute the whole prompt."""
     with pytest.raises(ProtocolViolation, match="does not say where"):
         spec_for(Engine.VLLM).decode_body({"prompt": "x"}, NATIVE_LEG, answer)
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_a_native_replica_opens_no_end_of_pdctl_s_own(role: Role) -> None:
+    """Nothing listens for pages, and no budget is set aside."""
+    assigned = Assignment(
+        cluster="c",
+        replica="p0",
+        role=role,
+        key=bytes(32),
+        contract=CONTRACT,
+        compute_dtype=ComputeDtype.FLOAT32,
+        data_host="127.0.0.1",
+        data_port=None,
+        native=True,
+        handoff=HandoffSettings(
+            timeout_s=60.0, on_failure=OnFailure.ERROR, buffer_bytes=1 << 40, encrypt=False
+        ),
+    )
+    ends = open_ends(assigned, CounterBoard(), lambda failed: None, {})
+    assert (ends.sender, ends.receiver, ends.listen()) == (None, None, None)
+    assert terms_of(CONTRACT, native=True)["transports"] == ["native"]
 
 
 def test_sglang_s_legs_meet_at_its_bootstrap_server() -> None:

@@ -3,27 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from topology.texts import GOOD
+from topology.texts import APART, GOOD, NATIVE, native_apart, native_between
 
 from pdctl.topology.diagnostics import Diagnostic, Severity
 from pdctl.topology.load import loads
 from pdctl.topology.model import Transport
 from pdctl.topology.plan import Plan, derive
-
-NATIVE = GOOD.replace("timeout_s = 30", 'transport = "native"')
-HOSTS = '[hosts.a]\nssh = "a"\naddress = "10.0.0.1"\n[hosts.b]\nssh = "b"\naddress = "10.0.0.2"\n'
-
-
-def of(prefill: str, decode: str, text: str = NATIVE) -> str:
-    """The two replicas' engines."""
-    head, p0, d0 = text.split("[[replicas]]")
-    pair = (p0.replace('"mlx"', f'"{prefill}"'), d0.replace('"mlx"', f'"{decode}"'))
-    return "[[replicas]]".join((head, *pair))
-
-
-def far(engine: str, hosts: str = HOSTS) -> str:
-    text = of(engine, engine).replace('name = "p0"', 'name = "p0"\nhost = "a"')
-    return text.replace('name = "d0"', 'name = "d0"\nhost = "b"') + hosts
 
 
 def found(text: str) -> list[Diagnostic]:
@@ -47,7 +32,7 @@ def test_a_native_pair_is_planned_with_side_ports(
     engine: str, listening: list[str], reason: str
 ) -> None:
     """S5, S8, U25: side ports are assigned like others; nobody listens for pages."""
-    plan = planned(of(engine, engine))
+    plan = planned(native_between(engine, engine))
     assert [(p.transport, p.reason) for p in plan.pairs] == [(Transport.NATIVE, reason)]
     assert [r.name for r in plan.replicas if r.side_port is not None] == listening
     assert all(r.native and r.data_port is None for r in plan.replicas)
@@ -59,7 +44,9 @@ def test_a_native_pair_is_planned_with_side_ports(
 
 def test_an_ordinary_replica_beside_a_native_pair_is_not_native() -> None:
     ordinary = NATIVE.split("[[replicas]]")[1].replace("p0", "o0").replace("prefill", "both")
-    plan = planned(of("vllm", "vllm") + "[[replicas]]" + ordinary.replace("mlx", "vllm"))
+    plan = planned(
+        native_between("vllm", "vllm") + "[[replicas]]" + ordinary.replace("mlx", "vllm")
+    )
     assert not plan.replica("o0").native
     assert plan.replica("o0").side_port is None
 
@@ -68,35 +55,37 @@ def test_an_ordinary_replica_beside_a_native_pair_is_not_native() -> None:
     ("text", "code", "words"),
     [
         (NATIVE, "native_engines", "mlx has no handoff of its own (p0)"),
-        (of("vllm", "mlx"), "native_engines", "mlx has no handoff of its own (d0)"),
+        (native_between("vllm", "mlx"), "native_engines", "mlx has no handoff of its own (d0)"),
         (
-            of("vllm", "sglang"),
+            native_between("vllm", "sglang"),
             "native_engines",
             'pair "p0" → "d0": transport "native" is impossible: vllm and sglang have no '
             "handoff of their own in common",
         ),
         (
-            of("vllm", "vllm").replace('"native"', '"native"\nencrypt = true'),
+            native_between("vllm", "vllm").replace('"native"', '"native"\nencrypt = true'),
             "native_encrypt",
             "have no TLS",
         ),
         (
-            of("vllm", "vllm").replace('"native"', '"native"\non_failure = "recompute"'),
+            native_between("vllm", "vllm").replace(
+                '"native"', '"native"\non_failure = "recompute"'
+            ),
             "native_recompute",
             'on_failure = "recompute" is impossible with transport = "native"',
         ),
         (
-            far("vllm", HOSTS.replace('address = "10.0.0.2"\n', "")),
+            native_apart("vllm", APART.replace('address = "10.0.0.2"\n', "")),
             "no_address",
             'replica "d0": prefill replica "p0" is on another host',
         ),
         (
-            far("sglang", HOSTS.replace("10.0.0.2", "127.0.0.1")),
+            native_apart("sglang", APART.replace("10.0.0.2", "127.0.0.1")),
             "loopback_address",
             "its address 127.0.0.1 is loopback",
         ),
         (
-            far("vllm", HOSTS.replace("10.0.0.1", "gpu1.example")),
+            native_apart("vllm", APART.replace("10.0.0.1", "gpu1.example")),
             "native_address",
             'replica "p0": its address gpu1.example is a name',
         ),
@@ -114,17 +103,19 @@ def test_what_native_cannot_do_is_refused_by_name(text: str, code: str, words: s
     ("text", "code", "words"),
     [
         (
-            of("vllm", "vllm").replace('"native"', '"native"\nbuffer_bytes = "1GiB"'),
+            native_between("vllm", "vllm").replace('"native"', '"native"\nbuffer_bytes = "1GiB"'),
             "unused_buffer",
             "buffer_bytes is unused",
         ),
         (
-            of("vllm", "vllm").replace('name = "p0"', 'name = "p0"\ndata_port = 7000'),
+            native_between("vllm", "vllm").replace('name = "p0"', 'name = "p0"\ndata_port = 7000'),
             "unused_port",
             'replica "p0": data_port is unused',
         ),
         (
-            of("sglang", "sglang").replace('name = "d0"', 'name = "d0"\nside_port = 7000'),
+            native_between("sglang", "sglang").replace(
+                'name = "d0"', 'name = "d0"\nside_port = 7000'
+            ),
             "unused_port",
             'replica "d0": side_port is unused',
         ),
@@ -144,16 +135,16 @@ def test_what_means_nothing_with_it_is_warned(text: str, code: str, words: str) 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_a_side_channel_on_a_network_is_warned_at_both_ends(engine: str) -> None:
     """R60: who reaches it reads and writes the KV cache; on one machine it keeps to loopback."""
-    open_ends = [d for d in found(far(engine)) if d.code == "topology.native_open"]
+    open_ends = [d for d in found(native_apart(engine)) if d.code == "topology.native_open"]
     assert [(d.severity, d.replica) for d in open_ends] == [
         (Severity.WARNING, "p0"),
         (Severity.WARNING, "d0"),
     ]
     assert "10.0.0.1" in open_ends[0].summary
-    assert [planned(far(engine)).replica(r).data_host for r in ("p0", "d0")] == [
+    assert [planned(native_apart(engine)).replica(r).data_host for r in ("p0", "d0")] == [
         "10.0.0.1",
         "10.0.0.2",
     ]
-    local = of(engine, engine)
+    local = native_between(engine, engine)
     assert not [d for d in found(local) if d.code == "topology.native_open"]
     assert {r.data_host for r in planned(local).replicas} == {"127.0.0.1"}

@@ -61,11 +61,6 @@ def without(replica: str) -> str:
             'pair "p0" → "d0": transport "nixl"',
         ),
         (
-            edited("timeout_s = 30", 'transport = "native"'),
-            "unsupported_transport",
-            'pair "p0" → "d0": transport "native"',
-        ),
-        (
             edited("[router]", '[router]\npolicy = "prefix"'),
             "unsupported_policy",
             'policy = "prefix" is not in this version',

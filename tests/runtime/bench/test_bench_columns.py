@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import msgspec
+import pytest
 from runtime.bench.bench_router import PAGE_BYTES, plan, replica_plan
 
 from pdctl.runtime.bench.columns import columns, required
-from pdctl.topology.model import Engine, Role
+from pdctl.topology.model import Engine, Role, Transport
 
 
 def test_the_decode_engine_alone_comes_before_the_pair_and_is_its_baseline() -> None:
@@ -67,6 +69,15 @@ def test_an_sglang_decode_needs_the_whole_prompt() -> None:
     )[-1]
     need = required(pair, 65, PAGE_BYTES)
     assert (need.imported_tokens, need.host_bytes) == (65, 2 * PAGE_BYTES)
+
+
+@pytest.mark.parametrize("engine", [Engine.VLLM, Engine.SGLANG])
+def test_an_engine_s_own_handoff_takes_the_whole_prompt_in_its_own_blocks(engine: Engine) -> None:
+    """Their bytes are the engine's, and no page's."""
+    ends = (replica_plan("p0", Role.PREFILL, engine), replica_plan("d0", Role.DECODE, engine))
+    pair = msgspec.structs.replace(columns(plan(*ends))[-1], transport=Transport.NATIVE)
+    need = required(pair, 65, PAGE_BYTES)
+    assert (need.imported_tokens, need.host_bytes, need.gpu_bytes) == (65, None, None)
 
 
 def test_an_engine_alone_must_import_nothing() -> None:

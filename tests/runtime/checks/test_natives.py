@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from topology.test_native import NATIVE, of
-from topology.texts import ORDINARY
+from topology.texts import ORDINARY, native_between
 
 from pdctl.engines.interface import Probe
 from pdctl.runtime.checks.natives import judge_native
@@ -27,7 +26,7 @@ def judged(text: str, **probes: Probe) -> list[Diagnostic]:
 def test_a_native_replica_without_nixl_is_refused_by_name(engine: str) -> None:
     """R52: before it is launched; what did not answer is told elsewhere, and an ordinary replica
     needs none."""
-    text = of(engine, engine, NATIVE) + ORDINARY.replace("mlx", engine)
+    text = native_between(engine, engine) + ORDINARY.replace("mlx", engine)
     found = judged(text, p0=LACKS, d0=HAS, o0=LACKS)
     assert [(d.code, d.replica) for d in found] == [("host.no_nixl", "p0")]
     assert "needs" in found[0].summary
@@ -37,11 +36,11 @@ def test_a_native_replica_without_nixl_is_refused_by_name(engine: str) -> None:
 @pytest.mark.parametrize(("engine", "codes"), [("vllm", ["host.native_version"]), ("sglang", [])])
 def test_two_versions_of_vllm_do_not_shake_hands(engine: str, codes: list[str]) -> None:
     """Its connector would refuse the other's at the first request."""
-    found = judged(of(engine, engine, NATIVE), p0=HAS, d0=OTHER)
+    found = judged(native_between(engine, engine), p0=HAS, d0=OTHER)
     assert [d.code for d in found] == codes
     assert all("0.28.0 and 0.32.0" in d.summary for d in found)
 
 
 def test_other_transports_need_none() -> None:
-    text = of("vllm", "vllm", NATIVE).replace('"native"', '"tcp"')
+    text = native_between("vllm", "vllm").replace('"native"', '"tcp"')
     assert judged(text, p0=LACKS, d0=msgspec.structs.replace(OTHER, has_nixl=False)) == []

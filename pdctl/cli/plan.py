@@ -78,6 +78,9 @@ def surroundings(topology: Topology, plan: Plan) -> dict[str, list[str]]:
         if name != plan.router_host and host.ssh is not None:
             argv = far_end_argv(host, forwards=forwards_to(name, plan))
             found[f"{plan.router_host} to {name}"] = list(argv)
+    for store in plan.stores:
+        argv = agent_command(topology.hosts[store.host], "", "").argv
+        found[f"page store of {store.host}"] = [*argv[:1], "-m", "pdctl.runtime.store"]
     router = topology.hosts[plan.router_host]
     found["router"] = [*agent_command(router, "", "").argv[:1], "-m", "pdctl.runtime.router"]
     return found
@@ -121,6 +124,11 @@ def _show(
     console.print(table)
     for pair in plan.pairs:
         console.print(f"pair {pair.path}  {pair.transport}  ({pair.reason})")
+    for store in plan.stores:
+        line = f"page store of {store.host}: {approximate_size(store.buffer_bytes)} of memory"
+        if store.data_port is not None:
+            line += f", other hosts' dial {store.data_host}:{store.data_port}"
+        console.print(line, soft_wrap=True)
     for line in _budget(plan):
         console.print(line)
     for name, command in commands.items():

@@ -67,10 +67,14 @@ def _show(found: Status) -> None:
     if found.pairs:
         console.print()
         console.print(_pairs(found.pairs))
+    if found.stores:
+        console.print()
+        console.print(_stores(found.stores))
     if found.hosts:
         console.print()
         console.print(_hosts(found.hosts))
-    for r in [*found.replicas, {"name": "router", **found.router}, *found.pairs, *found.hosts]:
+    rows = [*found.replicas, {"name": "router", **found.router}, *found.pairs, *found.stores]
+    for r in [*rows, *found.hosts]:
         if r.get("cause") not in (None, found.problem):
             console.print(f"{_name(r)}: {r['cause']}", soft_wrap=True)
 
@@ -91,6 +95,24 @@ def _pairs(pairs: list[dict[str, Any]]) -> Any:
             *(_text(pair.get(key)) for key in ("handoffs_completed", "handoffs_failed")),
             _text(pair.get("imported_tokens")),
             approximate_size(sum(moved)) if moved else "",
+        )
+    return table
+
+
+def _stores(stores: list[dict[str, Any]]) -> Any:
+    from rich.table import Table
+
+    names = ("page store", "state", "pid", "up", "restarts", "pages", "memory", "lent", "evicted")
+    table = Table(*names, box=None, pad_edge=False)
+    for store in stores:
+        memory = [store[k] for k in ("used_bytes", "budget_bytes") if store.get(k) is not None]
+        table.add_row(
+            store["name"],
+            *(_text(store.get(key)) for key in ("state", "pid")),
+            _span(store.get("uptime_s")),
+            *(_text(store.get(key)) for key in ("restarts", "pages")),
+            " of ".join(map(approximate_size, memory)),
+            *(_text(store.get(key)) for key in ("loans", "evicted_pages")),
         )
     return table
 

@@ -104,6 +104,7 @@ def _launch(
 ) -> None:
     assert checked.plan is not None, "a valid report comes with a plan"
     names = [r.name for r in checked.plan.replicas]
+    names += [store.name for store in checked.plan.stores]
     names += ["router", *(f"agent-{host}" for host in checked.plan.agent_ports)]
     prefixes = Prefixes(names)
     with board() as shown:

@@ -16,6 +16,7 @@ import struct
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
+from typing import Generic, Self, TypeVar
 
 import msgspec
 
@@ -29,14 +30,17 @@ from pdctl.engines.channel import (
     Failed,
     Message,
     Poll,
-    Ready,
     Refused,
     Report,
+    StoreAssignment,
+    StoreReport,
     ToEngine,
+    ToStore,
     encode,
 )
 from pdctl.errors import LaunchError, UsageError
 from pdctl.handoff.counters import Counters
+from pdctl.handoff.store.shelves import StoreCounts
 
 log = logging.getLogger("pdctl.engines")
 
@@ -49,10 +53,12 @@ SEND_TIMEOUT_S = 5.0
 REDIAL_FIRST_S = 0.1
 REDIAL_MOST_S = 2.0
 
-_decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+_decoder: msgspec.msgpack.Decoder[ToEngine | ToStore] = msgspec.msgpack.Decoder(ToEngine | ToStore)
+
+Counts = TypeVar("Counts", Counters, StoreCounts)
 
 
-class Attachment:
+class Attaching(Generic[Counts]):
     """Dials, is assigned, then reports.
 
     `open` first, once; then any method from any thread; `close` last. `counters` is called on
@@ -60,22 +66,24 @@ class Attachment:
     that came back assigns something else than what this process loaded: it should exit.
     """
 
+    kind = "engine"
+
     def __init__(
         self,
         path: str,
         name: str,
         *,
-        counters: Callable[[], Counters],
+        counters: Callable[[], Counts],
         superseded: Callable[[], None] = lambda: None,
     ) -> None:
         self._path = path
-        self._attach = Attach(kind="engine", name=name, pid=os.getpid(), version=__version__)
-        self._counters = counters
+        self._attach = Attach(kind=self.kind, name=name, pid=os.getpid(), version=__version__)
+        self._counters: Callable[[], Counters | StoreCounts] = counters
         self._superseded = superseded
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
-        self._assigned: Assignment | None = None
-        self._ready: Ready | None = None
+        self._assigned: Assignment | StoreAssignment | None = None
+        self._ready: Message | None = None
         self._failures: deque[Failed] = deque(maxlen=KEPT_FAILURES)
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
@@ -85,9 +93,9 @@ class Attachment:
         cls,
         environment: Mapping[str, str],
         *,
-        counters: Callable[[], Counters],
+        counters: Callable[[], Counts],
         superseded: Callable[[], None] = lambda: None,
-    ) -> Attachment:
+    ) -> Self:
         """Raises UsageError where the process was not started by an agent."""
         try:
             path, name = environment[SOCKET_ENV], environment[REPLICA_ENV]
@@ -97,12 +105,7 @@ class Attachment:
             ) from None
         return cls(path, name, counters=counters, superseded=superseded)
 
-    def open(self, timeout_s: float) -> Assignment:
-        """Dials once and waits for the Assignment.
-
-        Raises:
-            LaunchError: no agent answers, or it refuses this replica.
-        """
+    def _open(self, timeout_s: float) -> Assignment | StoreAssignment:
         try:
             connection, assignment = self._dial(timeout_s)
         except (OSError, msgspec.DecodeError) as error:
@@ -113,7 +116,7 @@ class Attachment:
         self._thread.start()
         return assignment
 
-    def ready(self, message: Ready) -> None:
+    def ready(self, message: Message) -> None:
         with self._lock:
             self._ready = message
             self._send(message)
@@ -148,9 +151,14 @@ class Attachment:
                 if not self._closed.is_set():
                     log.warning("the agent went away (%s); serving on", error or "end of stream")
 
-    def _answer(self, message: ToEngine) -> None:
+    def _answer(self, message: ToEngine | ToStore) -> None:
         if isinstance(message, Poll):
-            report = Report(seq=message.seq, counters=self._counters())
+            counted = self._counters()
+            report = (
+                Report(seq=message.seq, counters=counted)
+                if isinstance(counted, Counters)
+                else StoreReport(seq=message.seq, counts=counted)
+            )
             with self._lock:
                 self._send(report)
 
@@ -180,7 +188,7 @@ class Attachment:
             while self._failures and self._send(self._failures[0]):
                 self._failures.popleft()
 
-    def _dial(self, timeout_s: float) -> tuple[socket.socket, Assignment]:
+    def _dial(self, timeout_s: float) -> tuple[socket.socket, Assignment | StoreAssignment]:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             connection.settimeout(timeout_s)
@@ -188,8 +196,8 @@ class Attachment:
             connection.sendall(encode(self._attach))
             answer = _receive(connection)
             if isinstance(answer, Refused):
-                raise LaunchError(f"the agent refuses this replica: {answer.reason}")
-            if not isinstance(answer, Assignment):
+                raise LaunchError(f"the agent refuses {self._attach.name}: {answer.reason}")
+            if isinstance(answer, Poll):
                 raise OSError(f"{type(answer).__name__} came before Assignment")
             connection.settimeout(None)
         except BaseException:
@@ -209,6 +217,34 @@ class Attachment:
         return True
 
 
+class Attachment(Attaching[Counters]):
+    """A replica's."""
+
+    def open(self, timeout_s: float) -> Assignment:
+        """Dials once and waits for the Assignment.
+
+        Raises:
+            LaunchError: no agent answers, or it refuses this replica.
+        """
+        assigned = self._open(timeout_s)
+        if not isinstance(assigned, Assignment):
+            raise LaunchError("the agent takes this replica for a page store")
+        return assigned
+
+
+class StoreAttachment(Attaching[StoreCounts]):
+    """A page store's."""
+
+    kind = "store"
+
+    def open_store(self, timeout_s: float) -> StoreAssignment:
+        """As `Attachment.open`."""
+        assigned = self._open(timeout_s)
+        if not isinstance(assigned, StoreAssignment):
+            raise LaunchError("the agent takes this page store for a replica")
+        return assigned
+
+
 def _send_within(connection: socket.socket, frame: bytes, timeout_s: float) -> None:
     """`settimeout` would bound the reading thread too; SO_SNDTIMEO bounds sending alone."""
     timeval = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
@@ -216,7 +252,7 @@ def _send_within(connection: socket.socket, frame: bytes, timeout_s: float) -> N
     connection.sendall(frame)
 
 
-def _receive(connection: socket.socket) -> ToEngine:
+def _receive(connection: socket.socket) -> ToEngine | ToStore:
     length = int.from_bytes(_exactly(connection, 4), "little")
     if length > MAX_FRAME_BYTES:
         raise OSError(f"a frame of {length} bytes")

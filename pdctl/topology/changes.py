@@ -172,6 +172,9 @@ def _refused(before: Declared, after: Declared) -> Iterator[Change]:
         )
     if a.sharing != b.sharing:
         yield Change(field="sharing", before=_text(a.sharing), after=_text(b.sharing))
+    elif before.plan.stores != after.plan.stores:
+        stores = (" ".join(s.host for s in d.plan.stores) or "off" for d in (before, after))
+        yield Change(field="sharing", before=next(stores), after=next(stores))
     yield from _differing("router.", {"host": a.router.host}, {"host": b.router.host})
     yield from _hosts(before, after)
 

@@ -55,20 +55,11 @@ def _when(
     return lambda topology: [Hit(f"{text} is {NOT_YET}", field)] if test(topology) else []
 
 
-def ordinary_replicas(topology: Topology) -> int:
-    return sum(r.role is Role.BOTH for r in topology.replicas)
-
-
 LIMITS: tuple[Limit, ...] = (
     Limit(
         "policy",
         _when(lambda t: t.router.policy is Policy.PREFIX, "router.policy", 'policy = "prefix"'),
         'write policy = "least_loaded" or "round_robin"',
-    ),
-    Limit(
-        "sharing",
-        _when(lambda t: t.sharing is not None and ordinary_replicas(t) > 1, "sharing", "[sharing]"),
-        "leave [sharing] away",
     ),
 )
 

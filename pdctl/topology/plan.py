@@ -25,6 +25,7 @@ from pdctl.topology.model import (
 )
 from pdctl.topology.native import OWN, has_side_port, is_native
 from pdctl.topology.rules import declared_ports
+from pdctl.topology.sharing import StorePlan, plan_stores
 
 
 class ReplicaPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,6 +94,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Host name → its agent's port, unique in the cluster."""
     replicas: tuple[ReplicaPlan, ...]
     pairs: tuple[PairPlan, ...]
+    stores: tuple[StorePlan, ...] = ()
+    """Empty where no prefix KV is shared."""
 
     def replica(self, name: str) -> ReplicaPlan:
         """The replica of that name; KeyError where the plan has none."""
@@ -109,9 +112,14 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             if replica in (pair.prefill, pair.decode)
         }
 
+    def store(self, host: str) -> StorePlan | None:
+        """A host's page store, where it has one."""
+        return next((store for store in self.stores if store.host == host), None)
+
     def ports(self, host: str) -> frozenset[int]:
         """Every port that something of the cluster listens on at this host."""
         found = {self.agent_ports.get(host, 0)}
+        found |= {store.data_port or 0 for store in self.stores if store.host == host}
         if self.router_host == host:
             found.add(split_address(self.router_bind)[1])
         for replica in self.replicas:
@@ -161,6 +169,7 @@ def derive(
         agent_ports=agent_ports,
         replicas=tuple(_replica(topology, r, ports) for r in topology.replicas),
         pairs=pairs(topology),
+        stores=plan_stores(topology, ports.assign, kept.stores if kept else ()),
     )
 
 
@@ -253,6 +262,7 @@ class _Ports:
         self._taken = set().union(self._declared, *busy.values())
         if kept is not None:
             self._taken |= set(kept.agent_ports.values())
+            self._taken |= {store.data_port or 0 for store in kept.stores}
             for r in kept.replicas:
                 self._taken |= {r.http_port, r.data_port or 0, r.side_port or 0}
                 self._taken |= {r.route_port or 0}

@@ -10,6 +10,7 @@ from pdctl.topology.contract import Contract
 from pdctl.topology.diagnostics import Diagnostic, Severity
 from pdctl.topology.fields import split_address
 from pdctl.topology.model import PAGE_TOKENS, Replica, Role, Topology
+from pdctl.topology.sharing import sharing_hosts, sharing_rules
 from pdctl.topology.sizes import approximate_size
 
 RESERVED_NAMES = frozenset({"router", "agent"})
@@ -178,7 +179,7 @@ def _unused(topology: Topology) -> Iterable[Diagnostic]:
                 replica=r.name,
                 hint=f"leave {kind} away",
             )
-    if topology.sharing is not None and limits.ordinary_replicas(topology) < 2:
+    if topology.sharing is not None and not sharing_hosts(topology):
         yield Diagnostic(
             severity=Severity.WARNING,
             code="topology.sharing_off",
@@ -231,6 +232,7 @@ RULES: tuple[Callable[[Topology], Iterable[Diagnostic]], ...] = (
     alone.baseline,
     alone.recompute,
     alone.decisions,
+    sharing_rules,
 )
 
 

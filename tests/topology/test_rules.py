@@ -65,11 +65,6 @@ def without(replica: str) -> str:
             "unsupported_policy",
             'policy = "prefix" is not in this version',
         ),
-        (
-            GOOD + ORDINARY + ORDINARY.replace("o0", "o1") + "[sharing]\n",
-            "unsupported_sharing",
-            "[sharing] is not in this version",
-        ),
     ],
 )
 def test_a_broken_rule_is_one_error_with_names(text: str, code: str, words: str) -> None:

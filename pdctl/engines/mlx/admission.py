@@ -14,10 +14,12 @@ from pdctl.engines.mlx.failure import RequestFailure, failure_of, refused
 from pdctl.engines.mlx.legs import DecodeLeg, PrefillLeg
 from pdctl.engines.mlx.loop import EngineLoop
 from pdctl.engines.mlx.sampling import make_processors, make_sampler
+from pdctl.engines.mlx.shared import SharedPrefix
 from pdctl.engines.mlx.shortest import Shortest
 from pdctl.errors import HandoffCancelled, HandoffError
 from pdctl.handoff.receiver import Receiver
 from pdctl.handoff.sender import Sender
+from pdctl.handoff.store.interface import PageStore
 from pdctl.topology.model import OnFailure, Role
 
 
@@ -26,6 +28,8 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
 
     leg: Leg | None = None
     keeps_prefix: bool = True
+    salt: str = ""
+    """`cache_salt`: what is kept of the prompt is for requests of the same one alone (R48)."""
 
 
 class Admission:
@@ -40,6 +44,7 @@ class Admission:
         on_failure: OnFailure,
         sender: Sender | None,
         receiver: Receiver | None,
+        store: PageStore | None = None,
     ) -> None:
         self._engine = engine
         self._replica = replica
@@ -47,6 +52,7 @@ class Admission:
         self._recomputes = on_failure is OnFailure.RECOMPUTE
         self._sender = sender
         self._receiver = receiver
+        self._store = store
         self._tokenizing = threading.Lock()
         self._shortest = Shortest(engine.tokenizer)
 
@@ -102,7 +108,7 @@ class Admission:
             raise refused(f"the prompt cannot be tokenised: {error}") from error
         room = asked.leg.room if asked.leg is not None else None
         keeps = asked.leg is None and asked.keeps_prefix
-        call = Call(prompt, args, room=room, keeps_prefix=keeps)
+        call = Call(prompt, args, room=room, keeps_prefix=keeps, salt=asked.salt)
         call.stops = stops
         call.context = versions.context(tokenizer, prompt, rules, lambda: self.cancel(call))
         try:
@@ -144,7 +150,12 @@ class Admission:
 
     def _start(self, call: Call, leg: Leg | None, role: Role | None) -> None:
         if leg is None or role is None:
-            self._engine.insert(call)
+            if self._store is None or not call.keeps_prefix:
+                self._engine.insert(call)
+                return
+            shared = SharedPrefix(self._engine, call, self._store)
+            call.leg = shared
+            shared.start()
         elif role is Role.PREFILL and self._sender is not None:
             sending = PrefillLeg(self._engine, call, leg, self._engine.contract.dtype)
             call.leg = sending

@@ -14,6 +14,7 @@ from pdctl.engines.mlx import versions
 from pdctl.engines.mlx.call import Call
 from pdctl.engines.mlx.kvcache import SequenceCache, empty_caches, taken_over
 from pdctl.engines.mlx.legs import DecodeLeg, PrefillLeg
+from pdctl.engines.mlx.shared import SharedPrefix
 from pdctl.errors import HandoffError
 from pdctl.handoff.counters import CounterBoard
 from pdctl.trace import monotonic_s
@@ -66,13 +67,16 @@ class Batch:
     def insert(self, call: Call) -> None:
         """Adds a call: on what its leg imported, on the longest prefix kept, or from nothing."""
         tokens = call.prompt.tokens
-        memory = call.leg.memory if isinstance(call.leg, DecodeLeg) else None
-        if memory is not None:
+        memory = call.leg.memory if isinstance(call.leg, DecodeLeg | SharedPrefix) else None
+        if memory is not None and isinstance(call.leg, DecodeLeg):
             # n-1 positions came, so exactly the last token is left to compute
             caches, held, segments = memory.caches(), memory.positions, [tokens[-1:]]
             self._imported.append(call)
+        elif memory is not None:
+            caches, held = memory.caches(), memory.positions
+            segments = self._remaining(call, held)
         else:
-            caches, held = self._kept_prefix(call)
+            caches, held = self.kept_prefix(call)
             segments = self._remaining(call, held)
         call.context.prompt_cache_count = held
         call.detokenizer = versions.fresh(self._detokenizer)
@@ -120,21 +124,30 @@ class Batch:
             log.exception("room=%s failed in the engine", call.room)
             self._ended(call, error)
 
-    def _kept_prefix(self, call: Call) -> tuple[list[SequenceCache], int]:
+    def kept_prefix(self, call: Call) -> tuple[list[SequenceCache], int]:
         """The nearest prefix that the library's prompt cache keeps, never the whole prompt.
 
         Handoffs read and write no prefixes in this version, so that what is imported is always
         n-1 positions and what is exported was computed by one chain of kernels.
         """
-        if call.keeps_prefix:
-            tokens = call.prompt.tokens
-            found, rest = self._prefixes.fetch_nearest_cache(self._cache_key, tokens)
-            if found is not None and not rest:
-                trim_prompt_cache(found, 1)
-                rest = tokens[-1:]
-            if found is not None:
-                return taken_over(found), len(tokens) - len(rest)
-        return empty_caches(self._layers), 0
+        if call.kept is None:
+            call.kept = self._nearest(call) if call.keeps_prefix else None
+        kept: tuple[list[SequenceCache], int] = call.kept or (empty_caches(self._layers), 0)
+        return kept
+
+    def _nearest(self, call: Call) -> tuple[list[SequenceCache], int] | None:
+        tokens = call.prompt.tokens
+        found, rest = self._prefixes.fetch_nearest_cache(self._key(call), tokens)
+        if found is None:
+            return None
+        if not rest:
+            trim_prompt_cache(found, 1)
+            rest = tokens[-1:]
+        return taken_over(found), len(tokens) - len(rest)
+
+    def _key(self, call: Call) -> Any:
+        """Of the library's prompt cache: a salt's prefixes are its own (R48)."""
+        return (self._cache_key, call.salt) if call.salt else self._cache_key
 
     def _remaining(self, call: Call, held: int) -> list[list[int]]:
         """The segments past the first `held` tokens; their kinds are dropped alike."""
@@ -166,9 +179,11 @@ class Batch:
             elif call.args.max_tokens > 1 and versions.matches_nothing(call.stops, first):
                 self._send(call, first)
                 self._sent_early.add(progress.uid)
+            if isinstance(call.leg, SharedPrefix):
+                call.leg.computed(first.caches, first.row)
         elif progress.end_of_segment and call.keeps_prefix and call.prompt.segment_kinds:
             caches, tokens = self._generator.extract_cache([progress.uid])[progress.uid]
-            self._keep_prefix(tokens[:], caches, call.prompt.segment_kinds.pop(0))
+            self._keep_prefix(call, tokens[:], caches, call.prompt.segment_kinds.pop(0))
 
     def _deliver(self, call: Call, raw: Any) -> None:
         if raw.uid in self._sent_early:
@@ -179,7 +194,7 @@ class Batch:
             del self._calls[raw.uid]
             self._left(call)
             if call.keeps_prefix:
-                self._keep_prefix(raw.all_tokens[:], raw.prompt_cache, "assistant")
+                self._keep_prefix(call, raw.all_tokens[:], raw.prompt_cache, "assistant")
             self._ended(call, None)
 
     def _send(self, call: Call, raw: Any) -> None:
@@ -203,10 +218,10 @@ class Batch:
         if call.room is not None:
             self._board.decode_over(call.room)
 
-    def _keep_prefix(self, tokens: list[int], caches: list[Any], kind: str) -> None:
+    def _keep_prefix(self, call: Call, tokens: list[int], caches: list[Any], kind: str) -> None:
         # unevaluated slices would hold the whole batch's arrays
         mx.eval([array for cache in caches for array in (cache.keys, cache.values)])
-        self._prefixes.insert_cache(self._cache_key, tokens, caches, cache_type=kind)
+        self._prefixes.insert_cache(self._key(call), tokens, caches, cache_type=kind)
         if self._cache_bytes is not None:
             active = self._generator.prompt_cache_nbytes
             self._prefixes.trim_to(n_bytes=self._cache_bytes - active)

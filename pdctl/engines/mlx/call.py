@@ -24,12 +24,18 @@ class Call:
     """Threads: the HTTP thread makes it and reads `answers`; the loop's thread owns `uid` and
     `detokenizer`; anyone may ask for its end through the engine."""
 
-    def __init__(self, prompt: Prompt, args: Any, *, room: int | None, keeps_prefix: bool) -> None:
+    def __init__(
+        self, prompt: Prompt, args: Any, *, room: int | None, keeps_prefix: bool, salt: str = ""
+    ) -> None:
         self.prompt = prompt
         self.args = args
         self.room = room
         self.keeps_prefix = keeps_prefix
         """Whether the library's prompt cache is read and written for it."""
+        self.salt = salt
+        """Prefixes are kept and shared among requests of the same salt alone."""
+        self.kept: Any = None
+        """(caches, positions) of the nearest prefix that this replica keeps, once looked up."""
         self.leg: LegEnd | None = None
         self.context: Any = None
         self.stops: Any = None

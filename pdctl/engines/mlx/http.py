@@ -200,8 +200,11 @@ def _asked(body: dict[str, Any]) -> Asked:
     leg, keeps = body.pop("pdctl", None), body.pop("pdctl_cache", True)
     if not isinstance(keeps, bool):
         raise refused("pdctl_cache must be true or false", "pdctl_cache")
+    salt = body.pop("cache_salt", "")
+    if not isinstance(salt, str):
+        raise refused("cache_salt must be a string", "cache_salt")
     if leg is None:
-        return Asked(keeps_prefix=keeps)
+        return Asked(keeps_prefix=keeps, salt=salt)
     try:
         return Asked(leg=msgspec.convert(leg, Leg))
     except msgspec.ValidationError as error:

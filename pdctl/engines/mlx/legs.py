@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -140,6 +140,9 @@ class DecodeLeg:
         if self._call.ended:
             self._inbound.cancel()
 
+    def wants_memory(self) -> bool:
+        return True
+
     def grant(self, memory: ImportedCache | None, refusal: Exception | None = None) -> None:
         """Loop's thread: memory for the positions, or why there is none."""
         self.memory, self._refusal = memory, refusal
@@ -184,6 +187,24 @@ class DecodeLeg:
             self._granted.set()
 
 
+class Importing(Protocol):
+    """A call that takes a prompt's KV over instead of computing it."""
+
+    memory: ImportedCache | None
+
+    @property
+    def positions(self) -> int: ...
+
+    def wants_memory(self) -> bool:
+        """Loop's thread, when its turn has come."""
+        ...
+
+    def grant(self, memory: ImportedCache | None, refusal: Exception | None = None) -> None:
+        """Loop's thread: memory for the positions; or None where it wants none any more, or
+        for the reason that is given."""
+        ...
+
+
 class ImportSlots:
     """Bounds how many imported prompts hold memory at once, in order of asking.
 
@@ -193,20 +214,20 @@ class ImportSlots:
     def __init__(self, engine: EngineLoop, limit: int) -> None:
         self._engine = engine
         self._limit = limit
-        self._held: set[DecodeLeg] = set()
-        self._waiting: list[DecodeLeg] = []
+        self._held: set[Importing] = set()
+        self._waiting: list[Importing] = []
 
-    def ask(self, leg: DecodeLeg) -> None:
+    def ask(self, leg: Importing) -> None:
         self._engine.post(lambda: self._ask(leg))
 
-    def give_back(self, leg: DecodeLeg) -> None:
+    def give_back(self, leg: Importing) -> None:
         self._engine.post(lambda: self._give_back(leg))
 
-    def _ask(self, leg: DecodeLeg) -> None:
+    def _ask(self, leg: Importing) -> None:
         self._waiting.append(leg)
         self._grant()
 
-    def _give_back(self, leg: DecodeLeg) -> None:
+    def _give_back(self, leg: Importing) -> None:
         leg.memory = None
         self._held.discard(leg)
         if leg in self._waiting:
@@ -218,7 +239,8 @@ class ImportSlots:
             leg = self._waiting.pop(0)
             self._held.add(leg)
             try:
-                leg.grant(self._engine.allocate(leg.positions))
+                wanted = leg.wants_memory()
+                leg.grant(self._engine.allocate(leg.positions) if wanted else None)
             # whatever mlx raises when memory is short: that request fails (R34)
             except Exception as error:
                 leg.grant(None, error)

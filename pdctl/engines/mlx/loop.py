@@ -148,6 +148,10 @@ class EngineLoop(library.ResponseGenerator):  # type: ignore[misc]
         contract = self.contract
         return ImportedCache(contract.attention, positions, contract.dtype, self.compute)
 
+    def kept_positions(self, call: Call) -> int:
+        """How many of its prompt this replica keeps itself."""
+        return self._batch.kept_prefix(call)[1]
+
     def _generate(self) -> None:
         try:
             self._load()

@@ -21,7 +21,7 @@ import msgspec
 
 from pdctl.engines.attachment import ATTACH_TIMEOUT_S, Attachment
 from pdctl.engines.channel import Ready
-from pdctl.engines.ends import Ends, close_each, open_ends
+from pdctl.engines.ends import Ends, close_each, open_ends, open_store
 from pdctl.engines.mlx.admission import Admission
 from pdctl.engines.mlx.effective import read_attention, read_positions
 from pdctl.engines.mlx.http import Server
@@ -29,6 +29,7 @@ from pdctl.engines.mlx.loop import EngineLoop
 from pdctl.engines.readiness import effective_of, terms_of
 from pdctl.errors import HandoffCancelled, LaunchError, PdctlError
 from pdctl.handoff.counters import CounterBoard
+from pdctl.handoff.store.client import StoreClient
 from pdctl.topology.contract import Attention
 from pdctl.topology.model import Engine
 
@@ -53,6 +54,7 @@ class Replica:
             os.environ, counters=self._board.read, superseded=lambda: _leave(1)
         )
         self._ends = Ends()
+        self._store: StoreClient | None = None
         self._engine: EngineLoop | None = None
 
     def attach(self) -> None:
@@ -74,6 +76,7 @@ class Replica:
         # the loop either loads or ends the process
         engine.loaded.wait()
         self._ends = open_ends(assigned, self._board, self._attachment.failed, os.environ)
+        self._store = open_store(assigned, self._board)
         data_port = self._ends.listen()
         admission = Admission(
             engine,
@@ -82,6 +85,7 @@ class Replica:
             on_failure=assigned.handoff.on_failure,
             sender=self._ends.sender,
             receiver=self._ends.receiver,
+            store=self._store,
         )
         with Server(host, port, engine, admission) as server:
             self._attachment.ready(self._ready(engine, server.server_address[1], data_port))
@@ -91,7 +95,8 @@ class Replica:
     def stop(self) -> None:
         """Ends what runs, then every resource; a failing step skips none of the next."""
         threading.Timer(STOP_WITHIN_S, _leave, (1,)).start()
-        close_each((self._end_calls, self._ends.close, self._attachment.close))
+        steps = [self._end_calls, self._ends.close, self._attachment.close]
+        close_each(steps if self._store is None else [*steps[:1], self._store.close, *steps[1:]])
         _leave(0)
 
     def _end_calls(self) -> None:

@@ -189,9 +189,13 @@ class StoreClient:
         return len(done) if complete and answer is not None and answer.ok else None
 
     def publish_soon(
-        self, keys: Sequence[bytes], pages: Patterns, *, parent: bytes | None = None
+        self,
+        keys: Sequence[bytes],
+        pages: Sequence[Patterns] | Patterns,
+        *,
+        parent: bytes | None = None,
     ) -> bool:
-        size = pages.nbytes
+        size = sum(page.nbytes for page in pages)
         with self._lock:
             full = self._waiting_bytes and self._waiting_bytes + size > MAX_WAITING_BYTES
             if full or self._attached is None:
@@ -199,7 +203,9 @@ class StoreClient:
             self._waiting_bytes += size
 
         def write(place: int, page: Patterns) -> None:
-            page[...] = pages[place]
+            tokens = pages[place].shape[2]
+            page[:, :, :tokens] = pages[place]
+            page[:, :, tokens:] = 0
 
         def errand() -> None:
             try:
@@ -215,11 +221,11 @@ class StoreClient:
 
     def close(self) -> None:
         self._closed.set()
+        self._publishing.close(CLOSE_S)
+        self._holding.close(CLOSE_S)
         attached = self._attached
         if attached is not None:
             attached.close()
-        self._holding.close(CLOSE_S)
-        self._publishing.close(CLOSE_S)
         self._thread.join(CLOSE_S)
 
     def _keep(self) -> None:

@@ -110,11 +110,15 @@ class PageStore(Protocol):
         ...
 
     def publish_soon(
-        self, keys: Sequence[bytes], pages: Patterns, *, parent: bytes | None = None
+        self,
+        keys: Sequence[bytes],
+        pages: Sequence[Patterns] | Patterns,
+        *,
+        parent: bytes | None = None,
     ) -> bool:
-        """The same on a thread of the client's own, from `[len(keys), layers, 2, page_tokens,
-        kv_heads, head_dim]`, which is the client's from now on. False: too much waits already,
-        and these are not stored."""
+        """The same on a thread of the client's own, from one `[layers, 2, tokens, kv_heads,
+        head_dim]` per key, of `page_tokens` or, for a partial tail, fewer tokens; they are the
+        client's from now on. False: too much waits already, and these are not stored."""
         ...
 
     def close(self) -> None:

@@ -29,7 +29,7 @@ async def change(agent: Agent, record: ClusterRecord) -> None:
     if record.run != agent.run_id:
         raise ClusterError("that is the record of another run")
     here = {replica.name for replica in record.plan.replicas if replica.host == agent.host}
-    going = agent.supervised.keys() - here - {ROUTER}
+    going = agent.supervised.keys() - here - {ROUTER} - set(agent.store_names)
     for name in sorted(going):
         if agent.supervised[name].state not in SETTLED:
             raise ClusterError(f"{name} is {agent.supervised[name].state}, not stopped")

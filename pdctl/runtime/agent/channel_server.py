@@ -34,6 +34,9 @@ from pdctl.engines.channel import (
     Report,
     RouterAssignment,
     RouterReport,
+    StoreAssignment,
+    StoreReady,
+    StoreReport,
     ToAgent,
     encode,
 )
@@ -57,6 +60,8 @@ BROKEN = (
     msgspec.DecodeError,
 )
 
+Assigned = Assignment | RouterAssignment | StoreAssignment
+
 _decoder: msgspec.msgpack.Decoder[ToAgent] = msgspec.msgpack.Decoder(ToAgent)
 
 
@@ -69,7 +74,7 @@ class Link:
         self._sending = anyio.Lock()
         self._seqs = itertools.count(1)
         self._answers: dict[int, anyio.Event] = {}
-        self.answer: Report | RouterReport | None = None
+        self.answer: Report | RouterReport | StoreReport | None = None
         """The latest."""
 
     @property
@@ -117,7 +122,7 @@ class Link:
         finally:
             del self._answers[seq]
 
-    def answered(self, answer: Report | RouterReport) -> None:
+    def answered(self, answer: Report | RouterReport | StoreReport) -> None:
         self.answer = answer
         arrived = self._answers.get(answer.seq)
         if arrived is not None:
@@ -131,19 +136,15 @@ class Link:
 class Keeper(Protocol):
     """What the server asks of the agent, and tells it. Nothing here waits but `refreshed`."""
 
-    def admit(self, attach: Attach, uid: int | None, pid: int | None) -> Assignment | str:
-        """The replica's assignment, or why it gets none."""
+    def admit(self, attach: Attach, uid: int | None, pid: int | None) -> Assigned | str:
+        """A replica's, the router's or a store's assignment, or why it gets none."""
         ...
-
-    def admit_router(
-        self, attach: Attach, uid: int | None, pid: int | None
-    ) -> RouterAssignment | str: ...
 
     def attached(self, name: str, link: Link) -> None: ...
 
     def detached(self, name: str, link: Link) -> None: ...
 
-    def ready(self, name: str, ready: Ready) -> None: ...
+    def ready(self, name: str, ready: Ready | StoreReady) -> None: ...
 
     def failed(self, failure: Failed) -> None: ...
 
@@ -192,8 +193,7 @@ class ChannelServer:
             await link.send(Refused(reason="Attach comes first"))
             return
         is_router = first.kind == "router"
-        admit = self._keeper.admit_router if is_router else self._keeper.admit
-        assignment = admit(first, *link.peer)
+        assignment = self._keeper.admit(first, *link.peer)
         if isinstance(assignment, str):
             log.warning("replica=%s pid=%d refused: %s", first.name, first.pid, assignment)
             await link.send(Refused(reason=assignment))
@@ -208,11 +208,11 @@ class ChannelServer:
     async def _read(self, name: str, link: Link) -> None:
         while True:
             message = await link.receive()
-            if isinstance(message, Ready):
+            if isinstance(message, Ready | StoreReady):
                 self._keeper.ready(name, message)
             elif isinstance(message, Failed):
                 self._keeper.failed(message)
-            elif isinstance(message, Report):
+            elif isinstance(message, Report | StoreReport):
                 link.answered(message)
             else:
                 log.warning("replica=%s sent %s", name, type(message).__name__)

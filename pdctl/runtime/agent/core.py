@@ -13,20 +13,19 @@ import anyio
 import anyio.abc
 
 from pdctl.engines.channel import (
-    Assignment,
     Attach,
     Failed,
     Members,
     PairStates,
     Ready,
     Report,
-    RouterAssignment,
     RouterReport,
+    StoreReady,
+    StoreReport,
 )
-from pdctl.errors import HostError
-from pdctl.runtime.agent import changes, journal, picture
+from pdctl.runtime.agent import changes, journal, picture, stores
 from pdctl.runtime.agent.agreement import disagreements
-from pdctl.runtime.agent.channel_server import POLL_S, ChannelServer, Link
+from pdctl.runtime.agent.channel_server import POLL_S, Assigned, ChannelServer, Link
 from pdctl.runtime.agent.journal import ROUTER, Entry, Journal
 from pdctl.runtime.agent.lifecycle import SETTLED, Event, Limits
 from pdctl.runtime.agent.orders import Orders
@@ -93,6 +92,8 @@ class Agent:
             tasks.start_soon(server.run, started)
             for supervised in self.supervised.values():
                 tasks.start_soon(supervised.run)
+            for name in self.store_names:
+                self.supervised[name].post(Event.START)
             tasks.start_soon(self.outposts.run)
             await self.stopping.wait()
             if not self.leave:
@@ -101,7 +102,7 @@ class Agent:
 
     def _supervise(self, tasks: anyio.abc.TaskGroup) -> list[Supervised]:
         """What the record has here and is not supervised yet."""
-        names = list(self._plans)
+        names = [*self.store_names, *self._plans]
         if self.orders.record.plan.router_host == self.host:
             names.append(ROUTER)
         new = [
@@ -120,6 +121,11 @@ class Agent:
         assert self._tasks is not None, "run() comes first"
         for new in self._supervise(self._tasks):
             self._tasks.start_soon(new.run)
+
+    @property
+    def store_names(self) -> tuple[str, ...]:
+        """The page store of this host, where it has one."""
+        return (self.orders.store.name,) if self.orders.store is not None else ()
 
     def _own_plans(self) -> dict[str, ReplicaPlan]:
         replicas = self.orders.record.plan.replicas
@@ -179,7 +185,7 @@ class Agent:
                 await self.stop(ROUTER)
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self.outposts.shut_down)
-                for name in self._plans:
+                for name in (*self._plans, *self.store_names):
                     tasks.start_soon(self.stop, name)
 
     async def snapshot(self, *, fresh: bool) -> Snapshot:
@@ -205,21 +211,25 @@ class Agent:
 
     # -- what the channel tells (Keeper)
 
-    def admit(self, attach: Attach, uid: int | None, pid: int | None) -> Assignment | str:
-        plan = self._plans.get(attach.name)
-        if plan is None:
-            return f'host "{self.host}" has no replica "{attach.name}"'
-        return self._stranger(attach, uid, pid) or self.orders.assignment(plan)
+    def admit(self, attach: Attach, uid: int | None, pid: int | None) -> Assigned | str:
+        assigned = self._assigned(attach)
+        if isinstance(assigned, str):
+            return assigned
+        mark = self.supervised[attach.name].mark
+        return stranger(attach, mark, uid=uid, pid=pid) or assigned
 
-    def admit_router(
-        self, attach: Attach, uid: int | None, pid: int | None
-    ) -> RouterAssignment | str:
-        if attach.name != ROUTER or ROUTER not in self.supervised:
-            return f'host "{self.host}" has no router'
-        return self._stranger(attach, uid, pid) or self.orders.router_assignment()
-
-    def _stranger(self, attach: Attach, uid: int | None, pid: int | None) -> str | None:
-        return stranger(attach, self.supervised[attach.name].mark, uid=uid, pid=pid)
+    def _assigned(self, attach: Attach) -> Assigned | str:
+        name, store = attach.name, self.orders.store
+        if attach.kind == "router":
+            here = name == ROUTER and ROUTER in self.supervised
+            return self.orders.router_assignment() if here else f'host "{self.host}" has no router'
+        if attach.kind == "store" and store is not None and name == store.name:
+            return self.orders.store_assignment(store)
+        plan = self._plans.get(name)
+        if plan is None or attach.kind != "engine":
+            what = "page store" if attach.kind == "store" else "replica"
+            return f'host "{self.host}" has no {what} "{name}"'
+        return self.orders.assignment(plan)
 
     def attached(self, name: str, link: Link) -> None:
         self.links[name] = link
@@ -230,8 +240,11 @@ class Agent:
             supervised = self.supervised[name]
             supervised.post(Event.LOST, incarnation=supervised.incarnation)
 
-    def ready(self, name: str, ready: Ready) -> None:
+    def ready(self, name: str, ready: Ready | StoreReady) -> None:
         supervised = self.supervised[name]
+        if isinstance(ready, StoreReady):
+            supervised.post(Event.READY, incarnation=supervised.incarnation)
+            return
         found = disagreements(ready, self.orders.record.contract, self._plans[name])
         if found:
             cause = "; ".join(found)
@@ -264,8 +277,8 @@ class Agent:
     def changed(self) -> None:
         """Something that others see has changed: the journal first, then the view."""
         entries = tuple(s.entry() for s in self.supervised.values() if s.incarnation)
-        if entries != self._journalled:
-            self._write_down(entries)
+        if entries != self._journalled and journal.keep(self.orders.journal_path, entries):
+            self._journalled = entries
         members = [
             picture.member(plan, self.supervised[name], self._answer(name))
             for name, plan in self._plans.items()
@@ -277,16 +290,11 @@ class Agent:
             picture.router(self.supervised.get(ROUTER), self._answer(ROUTER)),
             self.outposts.states(),
             self.outposts.failures(),
-        )
+            (*stores.states(self.orders.store, self.supervised, self._answer),
+             *self.outposts.stores()),
+        )  # fmt: skip
 
-    def _answer(self, name: str) -> Report | RouterReport | None:
+    def _answer(self, name: str) -> Report | RouterReport | StoreReport | None:
         link = self.links.get(name)
         return link.answer if link is not None else None
 
-    def _write_down(self, entries: tuple[Entry, ...]) -> None:
-        """A full disk must not end the agent: without a journal, the run's mark is left."""
-        try:
-            journal.write(self.orders.journal_path, Journal(entries=entries))
-            self._journalled = entries
-        except HostError as error:
-            log.error("%s", error.message)

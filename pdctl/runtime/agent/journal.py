@@ -3,14 +3,18 @@ takes living processes over."""
 
 from __future__ import annotations
 
+import logging
 import time
 from pathlib import Path
 
 import msgspec
 
 from pdctl.engines.channel import Ready
+from pdctl.errors import HostError
 from pdctl.runtime.hosts.interface import Mark
 from pdctl.runtime.hosts.local import LocalHost
+
+log = logging.getLogger("pdctl.agent")
 
 ROUTER = "router"
 
@@ -65,6 +69,17 @@ def decode(raw: bytes | None) -> Journal:
 
 def write(path: Path, journal: Journal) -> None:
     LocalHost().write(str(path), msgspec.json.encode(journal))
+
+
+def keep(path: Path, entries: tuple[Entry, ...]) -> bool:
+    """As `write`; False where it can't be. A full disk must not end the agent: without a
+    journal, the run's mark is left."""
+    try:
+        write(path, Journal(entries=entries))
+    except HostError as error:
+        log.error("%s", error.message)
+        return False
+    return True
 
 
 def uptime_s(started_at: float | None) -> float | None:

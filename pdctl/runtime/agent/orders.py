@@ -14,14 +14,18 @@ from pdctl.engines.channel import (
     Assignment,
     HandoffSettings,
     RouterAssignment,
+    StoreAssignment,
 )
 from pdctl.engines.interface import Command
 from pdctl.engines.registry import spec_for
+from pdctl.handoff.store.interface import StoreSeat
 from pdctl.runtime.agent.journal import ROUTER
 from pdctl.runtime.agent.supervisor import Order
 from pdctl.runtime.cluster.certificate import cluster_certificate
 from pdctl.runtime.cluster.state import ClusterRecord, StateDir, handoff_key
+from pdctl.topology.model import Role
 from pdctl.topology.plan import Plan, ReplicaPlan
+from pdctl.topology.sharing import StorePlan
 
 
 class Orders:
@@ -56,6 +60,11 @@ class Orders:
         self.record = record
         self._api_key = self._state.read_api_key()
 
+    @property
+    def store(self) -> StorePlan | None:
+        """This host's page store, where it has one."""
+        return self.record.plan.store(self.host)
+
     def maker(self, name: str) -> Callable[[], Order]:
         """What makes the order for one replica, or the router, whenever it is started."""
         return lambda: Order(
@@ -69,6 +78,8 @@ class Orders:
         """The whole command, with what ties the process to this agent."""
         if name == ROUTER:
             command = Command(argv=(sys.executable, "-m", "pdctl.runtime.router"))
+        elif self.store is not None and name == self.store.name:
+            command = Command(argv=(sys.executable, "-m", "pdctl.runtime.store"))
         else:
             command = self._engine_command(self.record.plan.replica(name))
         ties = {
@@ -110,6 +121,31 @@ class Orders:
                 encrypt=handoff.encrypt,
             ),
             certificate=cluster_certificate(self.key) if handoff.encrypt else None,
+            store=self._seat if plan.role is Role.BOTH and self.store is not None else None,
+        )
+
+    @property
+    def _seat(self) -> StoreSeat:
+        return StoreSeat(socket=f"{self.record.socket_dir}/{self.host}.kv")
+
+    def store_assignment(self, store: StorePlan) -> StoreAssignment:
+        record = self.record
+        encrypt = record.topology.handoff.encrypt
+        return StoreAssignment(
+            cluster=record.cluster,
+            host=self.host,
+            key=self._key,
+            contract=record.contract,
+            seat=self._seat,
+            buffer_bytes=store.buffer_bytes,
+            data_host=store.data_host,
+            data_port=store.data_port,
+            others={
+                other.host: (other.data_host, other.data_port)
+                for other in record.plan.stores
+                if other.host != self.host and other.data_port is not None
+            },
+            certificate=cluster_certificate(self.key) if encrypt else None,
         )
 
     def router_assignment(self) -> RouterAssignment:

@@ -22,6 +22,7 @@ from pdctl.engines.channel import Failed, MemberState
 from pdctl.errors import AgentLost, HostError, PdctlError
 from pdctl.runtime.agent.client import AgentCalls, RelayedAgent, Relaying
 from pdctl.runtime.agent.picture import planned
+from pdctl.runtime.agent.stores import StoreState, planned_store
 from pdctl.runtime.agent.view import HostState, Snapshot
 from pdctl.runtime.cluster import placement
 from pdctl.runtime.cluster.keeper import in_thread
@@ -86,6 +87,7 @@ class Outpost:
     ) -> None:
         self.name = host.name
         self.failures: tuple[Failed, ...] = ()
+        self._stores: tuple[StoreState, ...] = ()
         self._host = host
         self._record = record
         self._key = key
@@ -119,6 +121,16 @@ class Outpost:
 
     def members(self) -> tuple[MemberState, ...]:
         return tuple(self._member(plan) for plan in self._plans)
+
+    def stores(self) -> tuple[StoreState, ...]:
+        """Its page store, where it has one."""
+        plan = self._record.plan.store(self.name)
+        if plan is None:
+            return ()
+        found = self._stores[:1] or (planned_store(plan),)
+        if self._state == "ready" or not self._stores or self._connected:
+            return found
+        return tuple(msgspec.structs.replace(s, state="unreachable") for s in found)
 
     def _member(self, plan: ReplicaPlan) -> MemberState:
         heard = self._heard.get(plan.name) or planned(plan)
@@ -261,6 +273,7 @@ class Outpost:
         self._heard_through = self._host.lost
         self._heard = {member.name: member for member in snapshot.members}
         self.failures = snapshot.failures
+        self._stores = snapshot.stores
         self._changed()
 
     def _turn(self, state: str, cause: str | None) -> None:

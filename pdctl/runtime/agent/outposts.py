@@ -8,6 +8,7 @@ import anyio
 
 from pdctl.engines.channel import Failed, MemberState
 from pdctl.runtime.agent.outpost import Outpost
+from pdctl.runtime.agent.stores import StoreState
 from pdctl.runtime.agent.view import HostState
 from pdctl.runtime.cluster.state import ClusterRecord
 
@@ -44,6 +45,9 @@ class Outposts:
 
     def failures(self) -> tuple[Failed, ...]:
         return tuple(failure for outpost in self for failure in outpost.failures)
+
+    def stores(self) -> tuple[StoreState, ...]:
+        return tuple(store for outpost in self for store in outpost.stores())
 
     async def run(self) -> None:
         """Ends by cancellation only."""

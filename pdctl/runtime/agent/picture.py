@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from pdctl.engines.channel import MemberState, Report, RouterReport
+from pdctl.engines.channel import MemberState, Report, RouterReport, StoreReport
 from pdctl.runtime.agent.lifecycle import shown
 from pdctl.runtime.agent.supervisor import Supervised
 from pdctl.runtime.agent.view import RouterState
@@ -28,7 +28,7 @@ def planned(plan: ReplicaPlan) -> MemberState:
 
 
 def member(
-    plan: ReplicaPlan, supervised: Supervised, report: Report | RouterReport | None
+    plan: ReplicaPlan, supervised: Supervised, report: Report | RouterReport | StoreReport | None
 ) -> MemberState:
     """A replica, with the counters of its latest report."""
     ready = supervised.ready
@@ -48,7 +48,7 @@ def member(
 
 
 def router(
-    supervised: Supervised | None, report: Report | RouterReport | None
+    supervised: Supervised | None, report: Report | RouterReport | StoreReport | None
 ) -> RouterState | None:
     """The router; None where that is another host's."""
     if supervised is None:

@@ -14,6 +14,8 @@ import msgspec
 
 from pdctl.engines.channel import Failed, Members, MemberState, PairState, PairStates
 from pdctl.handoff.counters import Counters
+from pdctl.handoff.store.shelves import StoreCounts
+from pdctl.runtime.agent.stores import StoreState
 
 KEPT_FAILURES = 256
 """The latest failed handoffs that the router can name a cause from."""
@@ -76,6 +78,8 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """Every host but this one; empty but on the keeper."""
     failures: tuple[Failed, ...] = ()
     """The latest failed handoffs on this host, newest last."""
+    stores: tuple[StoreState, ...] = ()
+    """This host's page store; on the keeper every host's."""
 
 
 class View:
@@ -87,6 +91,7 @@ class View:
         self.router: RouterState | None = None
         self.hosts: tuple[HostState, ...] = ()
         self.announced = PairStates(url="", pairs=())
+        self.stores: tuple[StoreState, ...] = ()
         self.elsewhere: tuple[Failed, ...] = ()
         """Other hosts' failures, as last heard."""
         self._failures: deque[Failed] = deque(maxlen=KEPT_FAILURES)
@@ -98,19 +103,22 @@ class View:
         router: RouterState | None,
         hosts: tuple[HostState, ...] = (),
         elsewhere: tuple[Failed, ...] = (),
+        stores: tuple[StoreState, ...] = (),
     ) -> None:
         """Takes the present picture. Counters and measurements alone make no new version:
         whoever wants those asks."""
         before = self._telling()
         self.members, self.router = members, router
-        self.hosts, self.elsewhere = hosts, elsewhere
+        self.hosts, self.elsewhere, self.stores = hosts, elsewhere, stores
         if self._telling() != before:
             self._bump()
 
     def _telling(self) -> object:
         replace = msgspec.structs.replace
         hosts = (replace(h, round_trip_s=None, clock_offset_s=None) for h in self.hosts)
-        return _without_counts(self.members, self.router), tuple(hosts), self.elsewhere
+        stores = (replace(s, counts=StoreCounts()) for s in self.stores)
+        shown = _without_counts(self.members, self.router)
+        return shown, tuple(hosts), self.elsewhere, tuple(stores)
 
     def announce(self, states: PairStates) -> None:
         if states != self.announced:
@@ -147,6 +155,7 @@ class View:
             replicas=self.announced.replicas,
             hosts=self.hosts,
             failures=tuple(self._failures),
+            stores=self.stores,
         )
 
     async def changed(self, after: int) -> None:

@@ -28,6 +28,7 @@ def check_room(
         kept: what runs already: its replicas have their memory.
     """
     running = {(r.name, r.host) for r in kept.replicas} if kept else set()
+    kept_stores = kept.stores if kept else ()
     starting = [r for r in plan.replicas if (r.name, r.host) not in running]
     needs = {r.name: _need(r, models.get(r.name)) for r in starting}
     found: list[Diagnostic] = []
@@ -35,6 +36,7 @@ def check_room(
         here = [r for r in starting if r.host in names]
         found += _devices(names, here, needs, seen[names[0]])
         need = sum(_on_host(r, needs[r.name], plan, seen[names[0]]) for r in here)
+        need += sum(s.buffer_bytes for s in plan.stores if s.host in names and s not in kept_stores)
         free = seen[names[0]].facts.memory_free_bytes
         if need > free:
             found.append(_too_much(_subject(names), "memory", need, free))

@@ -23,6 +23,7 @@ def log_hosts(record: ClusterRecord) -> dict[str, str]:
     plan = record.plan
     found = {replica.name: replica.host for replica in plan.replicas}
     found["router"] = plan.router_host
+    found |= {store.name: store.host for store in plan.stores}
     return found | {f"agent-{host}": host for host in plan.agent_ports}
 
 

@@ -11,6 +11,7 @@ from pdctl.errors import ClusterError, HostError, PdctlError
 from pdctl.handoff.counters import shown_counters, shown_pair
 from pdctl.runtime.agent import journal
 from pdctl.runtime.agent.journal import ROUTER, Entry
+from pdctl.runtime.agent.stores import StoreState
 from pdctl.runtime.agent.view import RouterState, Snapshot
 from pdctl.runtime.cluster.keeper import keeper_of
 from pdctl.runtime.cluster.state import ClusterRecord, StateDir
@@ -32,6 +33,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     pairs: list[dict[str, Any]]
     hosts: list[dict[str, Any]] = []
     """Every host but the router's."""
+    stores: list[dict[str, Any]] = []
+    """Page stores, where prefix KV is shared."""
     problem: str | None = None
     """Why this is not the whole picture; None when it is."""
     hint: str | None = None
@@ -71,6 +74,7 @@ def from_snapshot(record: ClusterRecord, snapshot: Snapshot) -> Status:
             for pair in snapshot.pairs
         ],
         hosts=[msgspec.to_builtins(host) for host in snapshot.hosts],
+        stores=[_store(store) for store in snapshot.stores],
     )
 
 
@@ -112,6 +116,14 @@ def from_journal(record: ClusterRecord, found: journal.Journal, problem: PdctlEr
             }
             for pair in record.plan.pairs
         ],
+        stores=[
+            {
+                "name": store.name,
+                "host": store.host,
+                **(_process(found.entry(store.name)) if here and store.host == keeper else UNKNOWN),
+            }
+            for store in record.plan.stores
+        ],
         problem=problem.message,
         hint=problem.hint or f"`pdctl down {record.cluster}` ends what is left",
     )
@@ -137,6 +149,20 @@ def _replica(
         "compute_dtype": member.compute_dtype.value if member.compute_dtype else None,
         "routed_active": routed.get(member.name, 0),
         **shown_counters(member.counters),
+    }
+
+
+def _store(store: StoreState) -> dict[str, Any]:
+    return {
+        "name": store.name,
+        "host": store.host,
+        "state": store.state,
+        "cause": store.cause,
+        "pid": store.pid,
+        "uptime_s": _rounded(journal.uptime_s(store.started_at)),
+        "restarts": store.restarts,
+        "data_port": store.data_port,
+        **msgspec.to_builtins(store.counts),
     }
 
 

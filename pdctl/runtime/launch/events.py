@@ -12,6 +12,7 @@ class Stage(enum.StrEnum):
     VALIDATE = "validate"
     AGENT = "agent"
     REPLICA = "replica"
+    STORE = "page store"
     ROUTER = "router"
     PAIR = "pair"
     """A pair's or an ordinary replica's canary."""

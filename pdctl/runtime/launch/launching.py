@@ -256,4 +256,6 @@ def _hosts_ready(snapshot: Snapshot) -> bool:
 
 
 def _replicas_ready(snapshot: Snapshot) -> bool:
-    return all(member.state == "ready" for member in snapshot.members)
+    """Page stores, too."""
+    states = [each.state for each in snapshot.members] + [each.state for each in snapshot.stores]
+    return all(state == "ready" for state in states)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from pdctl.engines.channel import MemberState, PairState
+from pdctl.runtime.agent.stores import StoreState
 from pdctl.runtime.agent.view import RouterState, Snapshot
 from pdctl.runtime.launch.events import Emit, LaunchEvent, Stage
 
@@ -33,6 +34,8 @@ class Progress:
             self._tell(Stage.AGENT, host.name, host.state, host.cause, None)
         for member in snapshot.members:
             self._tell(Stage.REPLICA, member.name, member.state, member.cause, member.pid)
+        for store in snapshot.stores:
+            self._tell(Stage.STORE, store.name, store.state, store.cause, store.pid)
         router = snapshot.router
         if router is not None and router.state != "stopped":
             self._tell(Stage.ROUTER, "router", router.state, router.cause or router.url, router.pid)
@@ -59,6 +62,10 @@ class Progress:
             if _has_ended(member):
                 sentence = f'replica "{member.name}" failed: {_cause(member)}'
                 return Trouble(sentence, member.name, member.host)
+        for store in snapshot.stores:
+            if _has_ended(store):
+                sentence = f'the page store of host "{store.host}" failed: {_cause(store)}'
+                return Trouble(sentence, store.name, store.host)
         router = snapshot.router
         if router is not None and _has_ended(router):
             return Trouble(f"the router failed: {_cause(router)}", "router", "")
@@ -83,6 +90,11 @@ class Progress:
             for member in snapshot.members
             if member.state != "ready"
         ]
+        found += [
+            f'the page store of host "{store.host}" is {store.state}'
+            for store in snapshot.stores
+            if store.state != "ready"
+        ]
         router = snapshot.router
         if router is not None and router.state not in ("ready", "stopped"):
             found.append(f"the router is {router.state}")
@@ -99,11 +111,11 @@ def text_of(path: PairState) -> str:
     return path.decode if path.prefill == path.decode else f"{path.prefill}>{path.decode}"
 
 
-def _has_ended(process: MemberState | RouterState) -> bool:
+def _has_ended(process: MemberState | RouterState | StoreState) -> bool:
     return process.restarts > 0 or (
         process.state in ENDED and (process.state != "stopped" or process.cause is not None)
     )
 
 
-def _cause(process: MemberState | RouterState) -> str:
+def _cause(process: MemberState | RouterState | StoreState) -> str:
     return process.cause or f"it is {process.state} after {process.restarts} restarts"

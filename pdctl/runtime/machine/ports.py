@@ -30,6 +30,10 @@ def _bindings(plan: Plan, host: str) -> Iterator[Binding]:
     if host in plan.agent_ports:
         where = ("127.0.0.1", plan.agent_ports[host])
         yield Binding(subject=f'agent of host "{host}"', address=where, field=None)
+    for store in plan.stores:
+        if store.host == host and store.data_port is not None:
+            where = (store.data_host, store.data_port)
+            yield Binding(subject=f'page store of host "{host}"', address=where, field=None)
     for i, r in enumerate(plan.replicas):
         if r.route_port is not None and plan.router_host == host:
             where = ("127.0.0.1", r.route_port)

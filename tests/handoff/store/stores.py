@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -34,11 +35,31 @@ WAIT_S = 20.0
 class Host:
     """One host's store, and whoever uses it."""
 
-    def __init__(self, path: Path, pages: int = 64, elsewhere: Elsewhere | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        pages: int = 64,
+        elsewhere: Elsewhere | None = None,
+        contract: Contract = CONTRACT,
+    ) -> None:
         self.path = str(path)
-        self.shelves = Shelves(pages * GEOMETRY.page_bytes, GEOMETRY)
-        self.server = LocalServer(self.path, self.shelves, CONTRACT.digest, elsewhere)
+        geometry = PageGeometry.of(contract)
+        self.shelves = Shelves(pages * geometry.page_bytes, geometry)
+        self._contract, self._elsewhere = contract.digest, elsewhere
+        self.serve()
+
+    def serve(self) -> None:
+        """Again, after its server was closed."""
+        self.server = LocalServer(self.path, self.shelves, self._contract, self._elsewhere)
         self.server.start()
+
+    def returned(self) -> bool:
+        """Waits until nothing is lent; False where it was not in time."""
+        until_s = time.monotonic() + WAIT_S
+        while self.shelves.counts().loans:
+            if time.monotonic() > until_s:
+                return False
+        return True
 
     def close(self) -> None:
         self.server.close()
@@ -46,9 +67,14 @@ class Host:
 
 
 @contextmanager
-def host(path: Path, pages: int = 64, elsewhere: Elsewhere | None = None) -> Iterator[Host]:
+def host(
+    path: Path,
+    pages: int = 64,
+    elsewhere: Elsewhere | None = None,
+    contract: Contract = CONTRACT,
+) -> Iterator[Host]:
     """A store that serves at `path`."""
-    made = Host(path, pages, elsewhere)
+    made = Host(path, pages, elsewhere, contract)
     try:
         yield made
     finally:

@@ -101,6 +101,7 @@ def test_lent_pages_outlive_pressure(path: Path) -> None:
             a.give(range(100_000 + start, 100_000 + start + 128))
         np.testing.assert_array_equal(np.array(loan.pages), pages_of(DOCUMENT))
         assert loan.release()
+        assert made.returned()
         assert a.give(range(12 * 64)) == 12
 
 

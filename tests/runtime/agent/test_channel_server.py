@@ -38,7 +38,7 @@ from pdctl.engines.channel import (
 )
 from pdctl.handoff.counters import Counters
 from pdctl.runtime.agent import channel_server
-from pdctl.runtime.agent.channel_server import ChannelServer, Link
+from pdctl.runtime.agent.channel_server import Assigned, ChannelServer, Link
 from pdctl.runtime.agent.view import KEPT_FAILURES, View
 from pdctl.topology.model import ComputeDtype, Engine, OnFailure, Role
 from pdctl.topology.plan import derive
@@ -58,13 +58,13 @@ class FakeKeeper:
         self.peers: list[tuple[int | None, int | None]] = []
         self.plan = derive(declared(folder), contract())
 
-    def admit(self, attach: Attach, uid: int | None, pid: int | None) -> Assignment | str:
+    def admit(self, attach: Attach, uid: int | None, pid: int | None) -> Assigned | str:
+        if attach.kind == "router":
+            return self.router_assignment()
         self.peers.append((uid, pid))
         return assignment() if attach.name == "p0" else f"no replica {attach.name}"
 
-    def admit_router(
-        self, attach: Attach, uid: int | None, pid: int | None
-    ) -> RouterAssignment | str:
+    def router_assignment(self) -> RouterAssignment:
         return RouterAssignment(
             cluster="studio",
             run="r",

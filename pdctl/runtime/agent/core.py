@@ -297,4 +297,3 @@ class Agent:
     def _answer(self, name: str) -> Report | RouterReport | StoreReport | None:
         link = self.links.get(name)
         return link.answer if link is not None else None
-

@@ -98,7 +98,7 @@ class Book:
             self.changes += 1
 
     def seen(self, path: str, tokens: int, ttft_s: float, expected_s: float, now: float) -> None:
-        """Any request: what it took, and what had been expected, queues included."""
+        """Any request: what it took, and what the curve alone had said, queues included."""
         curve = self.curve(path)
         if curve is None or expected_s <= 0 or ttft_s <= 0:
             return

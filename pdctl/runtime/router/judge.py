@@ -127,7 +127,9 @@ class Judge:
         """Times one try; what it took is kept where the block ends without an error."""
         name, tokens, now_s = path.text, self.lengths.tokens(ask.body), monotonic_s()
         cost_s = self.book.expected_s(name, tokens, time.time()) or 0.0
-        expected_s = total_s(name, cost_s, self.queues, now_s) if cost_s else 0.0
+        curve = self.book.curve(name)
+        by_curve_s = curve.at(tokens) if curve is not None else 0.0
+        expected_s = total_s(name, by_curve_s, self.queues, now_s) if curve else 0.0
         pending = self.queues.enter(name, tokens, cost_s, now_s)
         timed = Timed(delivery, lambda: self.queues.first_token(pending, monotonic_s()))
         try:

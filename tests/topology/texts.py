@@ -57,9 +57,9 @@ address = "10.0.0.2"
 """
 
 
-def native_between(prefill: str, decode: str) -> str:
-    """NATIVE with these engines."""
-    head, p0, d0 = NATIVE.split("[[replicas]]")
+def native_between(prefill: str, decode: str, text: str = NATIVE) -> str:
+    """NATIVE, or another text of its kind, with these engines."""
+    head, p0, d0 = text.split("[[replicas]]")
     pair = (p0.replace('"mlx"', f'"{prefill}"'), d0.replace('"mlx"', f'"{decode}"'))
     return "[[replicas]]".join((head, *pair))
 

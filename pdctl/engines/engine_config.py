@@ -3,7 +3,7 @@ through, and refuses by name what pdctl sets itself or can't serve."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from difflib import get_close_matches
 from typing import Any, NamedTuple
 
@@ -90,6 +90,26 @@ def option_words(
     """
     values = {**defaults, **{normalised(key): value for key, value in config.items()}}
     return [word for name in sorted(values) for word in words(name.replace("_", "-"), values[name])]
+
+
+def check_shared(replica: Replica, switches: Collection[str]) -> list[Diagnostic]:
+    """What keeps an ordinary replica from sharing its prefixes, where [sharing] says that it
+    does.
+
+    Args:
+        switches: the engine's own; normalised names.
+    """
+    return [
+        Diagnostic(
+            code="topology.engine_config.sharing",
+            summary=f'replica "{replica.name}": engine_config.{key} leaves it no prefix to share',
+            replica=replica.name,
+            field=f"engine_config.{key}",
+            hint=f"leave {key} or [sharing] away",
+        )
+        for key, value in replica.engine_config.items()
+        if normalised(key) in switches and value
+    ]
 
 
 def check_config(

@@ -72,6 +72,8 @@ class EngineSpec(Protocol):
     """As a prefill engine: a later prompt with the same prefix is not computed whole again."""
     owned_options: frozenset[str]
     """Option names, normalised (lower case, `_` for `-`), that pdctl sets itself."""
+    not_with_sharing: frozenset[str]
+    """Switches that leave an ordinary replica no prefix to share."""
 
     prefills_first: bool
     """In its own handoff (`Leg.native`) decode begins with what prefill answered."""

@@ -21,6 +21,7 @@ from pdctl.engines.interface import EngineSpec, Leg
 from pdctl.engines.mlx.options import option_arguments
 from pdctl.engines.mlx.spec import MlxSpec
 from pdctl.handoff.counters import Counters
+from pdctl.handoff.store.interface import StoreSeat
 from pdctl.handoff.ticket import mint
 from pdctl.topology.checkpoint import read_checkpoint
 from pdctl.topology.contract import Contract
@@ -59,6 +60,7 @@ class Process:
         buffer_bytes: int = 512 << 20,
         timeout_s: float = 60.0,
         on_failure: OnFailure = OnFailure.ERROR,
+        store: str | None = None,
         env: dict[str, str] | None = None,
         **options: Any,
     ) -> None:
@@ -81,6 +83,7 @@ class Process:
                 buffer_bytes=buffer_bytes,
                 encrypt=False,
             ),
+            store=StoreSeat(socket=store) if store else None,
         )
         self.agent = StubAgent(folder / f"{name}.sock", assignment)
 

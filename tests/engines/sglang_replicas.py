@@ -49,7 +49,7 @@ class SglangProcess(VllmProcess):
     def __init__(
         self, folder: Path, name: str, role: Role, model_dir: Path, contract: Contract, **given: Any
     ) -> None:
-        named = ("compute", "env", "on_failure", "buffer_bytes", "timeout_s")
+        named = ("compute", "env", "on_failure", "buffer_bytes", "timeout_s", "store")
         kept = {key: given.pop(key) for key in named if key in given}
         env = {**CPU_ENV, **kept.pop("env", {})}
         super().__init__(folder, name, role, model_dir, contract, env=env, **kept)

@@ -19,6 +19,7 @@ from pdctl.engines.vllm.spec import VllmSpec
 from pdctl.topology.contract import Contract
 from pdctl.topology.model import ComputeDtype, Dtype, Engine, Host, OnFailure, Replica, Role
 from pdctl.topology.plan import Plan, ReplicaPlan
+from pdctl.topology.sharing import StorePlan
 
 ROOT = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("PDCTL_TEST_VLLM_PYTHON", ROOT / ".venv-vllm/bin/python"))
@@ -61,6 +62,7 @@ class VllmProcess(Process):
         on_failure: OnFailure = OnFailure.ERROR,
         buffer_bytes: int = 512 << 20,
         timeout_s: float = 60.0,
+        store: str | None = None,
         **options: Any,
     ) -> None:
         super().__init__(
@@ -69,8 +71,10 @@ class VllmProcess(Process):
             on_failure=on_failure,
             buffer_bytes=buffer_bytes,
             timeout_s=timeout_s,
+            store=store,
             env=env,
         )
+        self._store = store
         self._port = free_port()
         self._on_failure = on_failure
         self._plan = ReplicaPlan(
@@ -151,6 +155,7 @@ class VllmProcess(Process):
             agent_ports={},
             replicas=(self._plan,),
             pairs=(),
+            stores=(StorePlan(host="local", buffer_bytes=0),) if self._store else (),
         )
 
 

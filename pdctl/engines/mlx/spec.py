@@ -40,6 +40,7 @@ class MlxSpec:
     caches_handoffs = False
     prefills_first = False
     owned_options = frozenset(OWNED)
+    not_with_sharing: frozenset[str] = frozenset()
     constraints: frozenset[str] = frozenset()
     ranking: Mapping[str, Any] = {"logprobs": True, "top_logprobs": 10}
 

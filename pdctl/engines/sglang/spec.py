@@ -97,6 +97,7 @@ class SglangSpec:
     caches_handoffs = True
     prefills_first = False
     owned_options = frozenset(OWNED)
+    not_with_sharing = frozenset({"disable_radix_cache"})
     constraints = CONSTRAINTS
     ranking: Mapping[str, Any] = {"logprobs": 10, "return_token_ids": True}
 

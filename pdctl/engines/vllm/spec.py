@@ -77,6 +77,7 @@ class VllmSpec:
     caches_handoffs = True
     prefills_first = True
     owned_options = frozenset(OWNED)
+    not_with_sharing: frozenset[str] = frozenset()
     constraints: frozenset[str] = frozenset()
     ranking: Mapping[str, Any] = {"logprobs": 10, "return_tokens_as_token_ids": True}
 
@@ -106,7 +107,7 @@ class VllmSpec:
                 *("--port", str(replica.http_port)),
                 *("--dtype", replica.compute_dtype.value),
                 *("--max-model-len", str(plan.context_length)),
-                *("--kv-transfer-config", transfer_config(replica, plan.on_failure)),
+                *("--kv-transfer-config", transfer_config(replica, plan)),
                 *option_arguments(declared.engine_config),
             ),
             env=_env(declared, host, _side_channel(replica)),
@@ -161,24 +162,27 @@ def native_config(replica: ReplicaPlan) -> str:
     )
 
 
-def transfer_config(replica: ReplicaPlan, on_failure: OnFailure) -> str:
+def transfer_config(replica: ReplicaPlan, plan: Plan) -> str:
     """What loads pdctl's connector into vLLM, as JSON. Nothing in it is secret.
 
     Every role is `kv_both` to vLLM: a prefill replica's request that can't be handed over is
-    ended the way a failed load is. Only a decode replica may compute a prompt instead.
+    ended the way a failed load is. Only a decode replica may compute a prompt instead, and an
+    ordinary one what the page store no longer has.
     """
     if replica.native:
         return native_config(replica)
-    recomputes = replica.role is Role.DECODE and on_failure is OnFailure.RECOMPUTE
+    shares = replica.role is Role.BOTH and plan.store(replica.host) is not None
+    recomputes = replica.role is Role.DECODE and plan.on_failure is OnFailure.RECOMPUTE
     return json.dumps(
         {
             "kv_connector": "PdctlConnector",
             "kv_connector_module_path": "pdctl.engines.vllm.connector",
             "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute" if recomputes else "fail",
+            "kv_load_failure_policy": "recompute" if recomputes or shares else "fail",
             "kv_connector_extra_config": {
                 "http_port": replica.http_port,
                 "role": replica.role.value,
+                **({"shares": True} if shares else {}),
             },
         }
     )

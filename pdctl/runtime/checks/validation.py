@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager
 
 import msgspec
 
+from pdctl.engines.engine_config import check_shared
 from pdctl.engines.registry import spec_for
 from pdctl.errors import PdctlError
 from pdctl.runtime.checks import machines, network
@@ -30,8 +31,9 @@ from pdctl.topology.contract import Contract
 from pdctl.topology.diagnostics import Diagnostic, Report, Severity
 from pdctl.topology.differences import explain_all
 from pdctl.topology.load import Draft, read
-from pdctl.topology.model import Host
+from pdctl.topology.model import Host, Role
 from pdctl.topology.plan import Plan, derive
+from pdctl.topology.sharing import sharing_hosts
 
 __all__ = ["ModelFacts", "Reach", "Silent", "Validation", "Watcher", "check_file", "validate"]
 
@@ -80,8 +82,13 @@ def check_file(draft: Draft, environ: Mapping[str, str] | None) -> list[Diagnost
     if topology is None:
         return found
     found += rules.check(topology, partial=draft.partial)
+    sharing = sharing_hosts(topology)
     for index, replica in enumerate(topology.replicas):
-        found += [_placed(d, index) for d in spec_for(replica.engine).check(replica)]
+        spec = spec_for(replica.engine)
+        told = spec.check(replica)
+        if replica.role is Role.BOTH and replica.host in sharing:
+            told += check_shared(replica, spec.not_with_sharing)
+        found += [_placed(d, index) for d in told]
     return found if environ is None else found + rules.check_environment(topology, environ)
 
 

@@ -16,6 +16,7 @@ from pdctl.engines.registry import spec_for
 from pdctl.engines.vllm.options import OWNED, SWITCHES, VALUES
 from pdctl.engines.vllm.spec import VllmSpec, transfer_config
 from pdctl.topology.model import ComputeDtype, Engine, Host, OnFailure, Role
+from pdctl.topology.sharing import StorePlan
 
 SPEC = VllmSpec()
 PARAMS = {"pdctl": msgspec.to_builtins(LEG)}
@@ -69,8 +70,20 @@ def test_only_a_decode_replica_recomputes_and_only_where_asked(
     role: Role, on_failure: OnFailure, policy: str
 ) -> None:
     """R72: a failed load is never recomputed silently."""
-    config = json.loads(transfer_config(planned(declared(role)), on_failure))
+    replica = planned(declared(role))
+    config = json.loads(transfer_config(replica, plan_of(replica, on_failure)))
     assert config["kv_load_failure_policy"] == policy
+
+
+@pytest.mark.parametrize(("role", "shares"), [(Role.BOTH, True), (Role.DECODE, False)])
+def test_only_an_ordinary_replica_uses_its_hosts_page_store(role: Role, shares: bool) -> None:
+    """What the store no longer has it computes."""
+    replica = planned(declared(role))
+    stores = (StorePlan(host="local", buffer_bytes=1 << 30),)
+    plan = msgspec.structs.replace(plan_of(replica), stores=stores)
+    config = json.loads(transfer_config(replica, plan))
+    assert config["kv_connector_extra_config"].get("shares", False) == shares
+    assert config["kv_load_failure_policy"] == ("recompute" if shares else "fail")
 
 
 def test_environment_of_a_replica_wins_and_devices_are_chosen() -> None:

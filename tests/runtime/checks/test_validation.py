@@ -339,6 +339,28 @@ def test_reserved_engine_options_are_refused_with_their_place(original: Path, ch
     assert (found.report.errors[0].field or "").startswith("replicas[1].")
 
 
+@pytest.mark.parametrize("shares", [True, False])
+def test_what_leaves_nothing_to_share_is_refused_where_prefixes_are_shared(
+    check: Check, tmp_path: Path, shares: bool
+) -> None:
+    """R51, R52: by name, with its place, before anything is launched."""
+    ordinary = "".join(
+        f'''
+[[replicas]]
+name = "o{n}"
+engine = "sglang"
+model = "{tmp_path}"
+role = "both"
+engine_config = {{ disable-radix-cache = {str(n > 0).lower()} }}'''
+        for n in range(2)
+    )
+    text = topology(tmp_path, tmp_path, extra=ordinary + ("\n[sharing]" if shares else ""))
+    found = check(text, offline=True)
+    refused = [(d.code, d.field) for d in found.report.errors]
+    place = "replicas[3].engine_config.disable-radix-cache"
+    assert refused == ([("topology.engine_config.sharing", place)] if shares else [])
+
+
 def test_too_little_memory_is_a_warning(
     original: Path, check: Check, monkeypatch: pytest.MonkeyPatch
 ) -> None:

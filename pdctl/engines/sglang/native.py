@@ -27,6 +27,9 @@ from pdctl.engines.session import Session
 from pdctl.errors import HandoffError, PeerLost
 from pdctl.handoff.counters import OF_PAGES
 
+ASKED_TO_END = "Aborted by"
+"""How SGLang says that the other end of a leg was told to end it."""
+
 
 class NativeServer(NixlKVBootstrapServer):  # type: ignore[misc]
     """Where decode servers ask a prefill server for its ranks: beside the HTTP server, which
@@ -124,8 +127,11 @@ class Counted:
         if self.account is not None and found == KVPoll.Success:
             self.account.completed(**self.amounts())
         elif self.account is not None and found == KVPoll.Failed:
-            reason = self.kv_mgr.failure_records.get(self.bootstrap_room)
-            self.account.failed(PeerLost(reason or "SGLang's own handoff failed"))
+            reason = self.kv_mgr.failure_records.get(self.bootstrap_room) or ""
+            if reason.startswith(ASKED_TO_END):
+                self.account.cancelled()
+            else:
+                self.account.failed(PeerLost(reason or "SGLang's own handoff failed"))
         return int(found)
 
     def amounts(self) -> dict[str, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pdctl.cli import render
 from pdctl.runtime.cluster.costs import stored_costs
-from pdctl.runtime.cost.forecast import Cell, Forecast, forecast
+from pdctl.runtime.cost.forecast import Cell, Forecast, PairForecast, forecast
 from pdctl.runtime.router.policy import pinnable_paths
 from pdctl.topology.model import Topology
 from pdctl.topology.plan import Plan
@@ -38,12 +38,32 @@ def show_forecast(found: Forecast, cluster: str) -> None:
             console.print("~ far beyond the prompts that were measured")
     for pair in found.pairs:
         console.print(pair.words, soft_wrap=True)
+        costs = _handoff(pair)
+        if costs:
+            console.print(f"  {costs}", soft_wrap=True)
     if found.unmeasured:
         console.print(
             f"not measured yet: {', '.join(found.unmeasured)}. After `pdctl up`, run "
             f"`pdctl bench {cluster}`; every request counts",
             soft_wrap=True,
         )
+
+
+def _handoff(pair: PairForecast) -> str:
+    """What a handoff adds, and the break-even of the link."""
+    parts = []
+    if pair.fixed_ms is not None:
+        parts.append(f"a handoff costs {pair.fixed_ms:.3g} ms whatever its length")
+    if pair.link_bytes_per_s is not None:
+        parts.append(f"pages that computing does not hide travel at {_rate(pair.link_bytes_per_s)}")
+    if pair.enough_bytes_per_s is not None:
+        enough = f"{_rate(pair.enough_bytes_per_s)} at {pair.enough_at_tokens} tokens"
+        parts.append(f"break-even link: {enough}")
+    return "; ".join(parts)
+
+
+def _rate(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e6:.3g} MB/s"
 
 
 def _milliseconds(cell: Cell) -> str:

@@ -2,8 +2,10 @@
 
 A prompt waits on the replica that computes it: P of a pair, or the one that serves alone. A
 replica computes one prompt's worth at a time, whatever its scheduler interleaves, so a new one
-waits for what is left of all before it. The decode end of a pair computes nothing of the prompt,
-but its first step waits for prompts that the engine is busy with.
+waits for what is left of all before it. Whether a prompt is over shows at its first token; of an
+answer that comes whole it is taken to be over when its expected time has passed. The decode end
+of a pair computes nothing of the prompt, but its first step waits for prompts that the engine is
+busy with.
 
 Owned by the event loop; the clock (any, in seconds) is passed in.
 """
@@ -27,6 +29,8 @@ class Pending(msgspec.Struct, eq=False):
     """Of computing its prompt, expected."""
     began_s: float
     """When its turn began."""
+    tells: bool = True
+    """Whether its first token shows: an answer that is not streamed comes whole."""
     prompted: bool = False
     """Its first token has come."""
     quiet: bool = True
@@ -45,9 +49,11 @@ class Queues:
     def __init__(self) -> None:
         self._flying: list[Pending] = []
 
-    def enter(self, path: str, tokens: int, cost_s: float, now_s: float) -> Pending:
+    def enter(
+        self, path: str, tokens: int, cost_s: float, now_s: float, *, tells: bool = True
+    ) -> Pending:
         """A request starts; whoever calls this calls `leave`."""
-        new = Pending(path, tokens, cost_s, now_s)
+        new = Pending(path, tokens, cost_s, now_s, tells)
         for other in self._flying:
             if not set(replicas_of(path)).isdisjoint(replicas_of(other.path)):
                 new.quiet = new.lone = other.lone = False
@@ -77,8 +83,14 @@ class Queues:
         if not waiting:
             return 0.0
         first, *others = waiting
-        left_s = max(first.cost_s - (now_s - first.began_s), OVERDUE * first.cost_s)
-        return left_s + sum(p.cost_s for p in others)
+        behind_s, spent_s, least_s = (
+            sum(p.cost_s for p in others),
+            now_s - first.began_s,
+            OVERDUE * first.cost_s,
+        )
+        if not first.tells:
+            return max(first.cost_s + behind_s - spent_s, least_s)
+        return max(first.cost_s - spent_s, least_s) + behind_s
 
     def _waiting(self, replica: str) -> list[Pending]:
         return [p for p in self._flying if not p.prompted and p.computes_on == replica]

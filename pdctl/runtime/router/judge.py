@@ -130,7 +130,8 @@ class Judge:
         curve = self.book.curve(name)
         by_curve_s = curve.at(tokens) if curve is not None else 0.0
         expected_s = total_s(name, by_curve_s, self.queues, now_s) if curve else 0.0
-        pending = self.queues.enter(name, tokens, cost_s, now_s)
+        tells = ask.stream or path.prefill is not None
+        pending = self.queues.enter(name, tokens, cost_s, now_s, tells=tells)
         timed = Timed(delivery, lambda: self.queues.first_token(pending, monotonic_s()))
         try:
             yield timed

@@ -41,7 +41,8 @@ class Timed:
     """Hands everything on to `inner`. Times are `monotonic_s`.
 
     Args:
-        first: called when the first output, or the whole answer, is about to leave.
+        first: called when a prompt is over: prefill has answered, or the first output, or the whole
+            answer, is about to leave. It may be called again.
     """
 
     def __init__(self, inner: Delivery, first: Callable[[], None]) -> None:
@@ -76,6 +77,7 @@ class Timed:
         self._inner.recomputed(path)
 
     def prefilled(self, body: bytes) -> None:
+        self._first()
         self.prefill_usage = _usage_of(body)
         self._inner.prefilled(body)
 

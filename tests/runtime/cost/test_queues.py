@@ -35,6 +35,15 @@ def test_an_overdue_prompt_has_still_something_to_go() -> None:
     assert queues.wait_s("d0", 100.0) == pytest.approx(OVERDUE * 2.0)
 
 
+def test_prompts_whose_first_token_does_not_show_are_over_when_their_time_has_passed() -> None:
+    """Else a long answer that is not streamed would look like a long prompt."""
+    queues = Queues()
+    for _ in range(3):
+        queues.enter("d0", 100, 1.0, 0.0, tells=False)
+    assert queues.wait_s("d0", 0.5) == pytest.approx(2.5)
+    assert queues.wait_s("d0", 60.0) == pytest.approx(OVERDUE)
+
+
 def test_a_pairs_prompt_is_computed_by_its_prefill_replica() -> None:
     queues = Queues()
     queues.enter("p0>d0", 100, 2.0, 0.0)

@@ -28,6 +28,7 @@ PYTEST := $(BIN)/python -m pytest --durations=10 --durations-min=1
 TWO_AT_ONCE := -n 2 --dist loadscope
 VLLM_TESTS = $(wildcard tests/*/test_vllm_*.py) tests/engine/test_held_bits.py
 SGLANG_TESTS = $(wildcard tests/engine/test_sglang_*.py) $(wildcard tests/e2e/test_sglang_*.py)
+NIXL_TESTS := $(patsubst %,tests/handoff/test_%.py,nixl sessions cancellations)
 
 # An environment has up to 20,000 modules, and what runs in it imports 3,000: those are compiled
 # when they are first imported, and stay so.
@@ -111,6 +112,7 @@ test-vllm: $(STAMP) $(VLLM_STAMP) $(GUIDELLM_STAMP)  ## of those, vLLM's, alone 
 	$(BIN)/pdctl demo-model
 	$(PYTEST) -m "engine and not slow" $(VLLM_TESTS)
 	$(VLLM)/bin/python -m pytest tests/engines/vllm/test_cuda_*.py
+	$(VLLM)/bin/python -m pytest -k "nixl and not very_long" $(NIXL_TESTS)
 
 test-sglang: $(STAMP) $(VLLM_STAMP) $(SGLANG_STAMP)  ## of those, SGLang's, alone and with the others
 	$(PYTEST) -m "engine and not slow" $(SGLANG_TESTS)

@@ -1,0 +1,228 @@
+"""NIXL itself: two processes, their deaths, and what an agent leaves behind. Needs nixl-cu12."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import psutil
+import pytest
+from handoff.ends import DIGEST, KEY, WAIT_S, Leg, Sink, kv
+
+from pdctl.errors import PeerLost
+from pdctl.handoff.counters import CounterBoard
+from pdctl.handoff.identity import Identity
+from pdctl.handoff.page import PageGeometry
+from pdctl.handoff.pulls import SLOTS
+from pdctl.handoff.receiver import Inbound, Receiver
+from pdctl.handoff.ticket import mint
+from pdctl.handoff.transport.nixl import NixlReach, installed
+
+pytestmark = pytest.mark.skipif(installed() is None, reason="needs nixl-cu12 in this environment")
+
+GEOMETRY = PageGeometry(8, 2, 64)
+LONG = 5000
+"""Tokens: 10 MiB in 79 pages, each read in one piece of 256 KiB."""
+
+_room = itertools.count(1)
+
+
+class SenderProcess:
+    def __init__(self, *tokens: int) -> None:
+        argv = [sys.executable, str(Path(__file__).with_name("nixl_sender.py")), *map(str, tokens)]
+        self.process = subprocess.Popen(
+            argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        while not (line := self._line()).isdigit():
+            assert line, self.process.wait(WAIT_S)
+        self.port = int(line)
+
+    def _line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def leg(self) -> Leg:
+        room = next(_room)
+        ticket = mint(KEY, room, "p0", "d0", DIGEST, time.time() + 600)
+        return Leg(room=room, ticket=ticket, sender=f"127.0.0.1:{self.port}", timeout_s=WAIT_S)
+
+    def admit(self, leg: Leg) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(msgspec.json.encode(leg).decode() + "\n")
+        self.process.stdin.flush()
+
+    def outcome(self) -> str:
+        return self._line()
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture(scope="module")
+def reach() -> Iterator[NixlReach]:
+    made = NixlReach("d0", one_host=True)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def receiver(reach: NixlReach) -> Iterator[Receiver]:
+    made = Receiver(
+        Identity("d0", KEY, DIGEST),
+        GEOMETRY,
+        timeout_s=WAIT_S,
+        board=CounterBoard(),
+        on_failed=lambda room, cause, detail: None,
+        clock=time.monotonic,
+        reach=reach,
+    )
+    made._close_reach = lambda: None
+    yield made
+    made.close()
+
+
+def fetched(receiver: Receiver, sender: SenderProcess, tokens: int, sink: Sink) -> Inbound:
+    leg = sender.leg()
+    sender.admit(leg)
+    return receiver.fetch(leg, list(range(tokens)), sink)
+
+
+def check_whole(receiver: Receiver, sender: SenderProcess, tokens: int) -> None:
+    sink = Sink(GEOMETRY, spare=0, first_token=True)
+    inbound = fetched(receiver, sender, tokens, sink)
+    assert inbound.settled.wait(WAIT_S)
+    assert inbound.error is None
+    assert sink.first_token == 7
+    np.testing.assert_array_equal(sink.pages, kv(tokens, GEOMETRY))
+    assert sender.outcome() == "done"
+    assert receiver._slots.free == SLOTS
+
+
+def test_pages_of_another_process_land_bit_by_bit(receiver: Receiver) -> None:
+    """R25: from the memory of a process that has its own; counted in host memory."""
+    lengths = (1, 51, 65, 129, 193, 700, LONG)
+    sender = SenderProcess(*lengths)
+    try:
+        for tokens in lengths:
+            check_whole(receiver, sender, tokens)
+        counters = receiver._board.read()
+        pages = sum(GEOMETRY.pages_for(tokens) for tokens in lengths)
+        assert counters.host_bytes == pages * GEOMETRY.page_bytes
+        assert counters.gpu_bytes == 0
+    finally:
+        sender.close()
+
+
+def test_a_sender_that_dies_is_lost_and_the_one_after_it_is_read(receiver: Receiver) -> None:
+    """R61, U14: killed between two pieces; another process takes its place, and its card."""
+    sender = SenderProcess(LONG)
+    sink = Sink(GEOMETRY, spare=0, first_token=True)
+    sink.hold("write")
+    inbound = fetched(receiver, sender, LONG, sink)
+    assert sink.inside.wait(WAIT_S)
+    sender.close()
+    sink.proceed.set()
+    assert inbound.settled.wait(WAIT_S)
+    assert isinstance(inbound.error, PeerLost)
+    assert not sink.committed
+    assert receiver._slots.free == SLOTS
+    again = SenderProcess(LONG)
+    try:
+        check_whole(receiver, again, LONG)
+    finally:
+        again.close()
+
+
+def test_a_frozen_sender_is_given_up_and_goes_on_when_it_thaws(receiver: Receiver) -> None:
+    """R7: 5 s without a word; then its next handoff is whole."""
+    sender = SenderProcess(LONG)
+    try:
+        check_whole(receiver, sender, LONG)
+        sink = Sink(GEOMETRY, spare=0, first_token=True)
+        sink.hold("write")
+        inbound = fetched(receiver, sender, LONG, sink)
+        assert sink.inside.wait(WAIT_S)
+        os.kill(sender.process.pid, signal.SIGSTOP)
+        sink.proceed.set()
+        assert inbound.settled.wait(WAIT_S)
+        assert isinstance(inbound.error, PeerLost)
+        assert receiver._slots.free == SLOTS
+        os.kill(sender.process.pid, signal.SIGCONT)
+        assert sender.outcome() != "done"
+        check_whole(receiver, sender, LONG)
+    finally:
+        sender.close()
+
+
+def test_memory_that_was_not_exposed_is_not_read(reach: NixlReach) -> None:
+    """A row outside of what the card names is refused here, before anything is asked of UCX."""
+    owner = NixlReach("p1", one_host=True)
+    try:
+        exposed, secret = np.full(4096, 7, np.uint8), np.full(4096, 9, np.uint8)
+        into = np.zeros(4096, np.uint8)
+        owner.expose(exposed)
+        reach.expose(into)
+        card = owner.card()
+        reach.meet(("127.0.0.1", 1), card)
+        for address in (secret.ctypes.data, exposed.ctypes.data + 1, 0):
+            with pytest.raises(PeerLost, match="can't read the memory of p1-"):
+                reach.pull(card, address, 0, into.data)
+        pull = reach.pull(card, exposed.ctypes.data, 0, into.data)
+        while not pull.landed():
+            time.sleep(1e-4)
+        assert pull.release()
+        np.testing.assert_array_equal(into, exposed)
+    finally:
+        owner.close()
+
+
+@pytest.mark.parametrize("cut", [0, 10, 100, 300])
+def test_a_card_that_is_none_is_refused(reach: NixlReach, cut: int) -> None:
+    """Garbage of any length: an error of this handoff, and the next one reads."""
+    owner = NixlReach("p2", one_host=True)
+    try:
+        broken = owner.card()[:cut] if cut else os.urandom(300)
+        with pytest.raises(PeerLost, match="card is refused"):
+            reach.meet(("127.0.0.1", 2), broken)
+    finally:
+        owner.close()
+
+
+def test_a_card_that_changes_replaces_the_one_before(reach: NixlReach) -> None:
+    """U14: one sender's address, two processes after each other: NIXL knows the newer alone."""
+    cards = []
+    for _ in range(3):
+        owner = NixlReach("p3", one_host=True)
+        cards.append(owner.card())
+        reach.meet(("127.0.0.1", 3), cards[-1])
+        owner.close()
+    assert len(set(cards)) == 3
+    assert [card in reach._peers for card in cards] == [False, False, True]
+
+
+def test_an_agent_that_was_closed_leaves_neither_threads_nor_descriptors() -> None:
+    """U26: once UCX has opened what it keeps for the process."""
+
+    def held() -> tuple[int, int]:
+        this = psutil.Process()
+        return this.num_fds(), this.num_threads()
+
+    NixlReach("p4", one_host=True).close()
+    before = held()
+    for _ in range(3):
+        reach = NixlReach("p4", one_host=True)
+        reach.expose(np.zeros(1 << 20, np.uint8))
+        reach.close()
+    deadline = time.monotonic() + WAIT_S
+    while (after := held()) != before:
+        assert time.monotonic() < deadline, (before, after)
+        time.sleep(0.05)

@@ -31,6 +31,8 @@ MAX_BODY_BYTES = 4096
 MAX_CARD_BYTES = 60 << 10
 """A NIXL agent's metadata: 460 bytes on one machine, more with every network device."""
 MAX_DETAIL_CHARS = 500
+MAX_ASKED = 100
+"""Keys of pages in one frame."""
 NONCE_BYTES = 32
 
 _PREFIX = struct.Struct("<4sBBHQIHHI")
@@ -57,6 +59,8 @@ class Kind(enum.IntEnum):
     RENEW = 11
     PLACED = 12
     TAKEN = 13
+    ASK = 14
+    COUNTED = 15
 
 
 PIECES = frozenset({Kind.PAGES, Kind.PLACED})
@@ -133,6 +137,19 @@ class Taken(Message, frozen=True, kw_only=True):
     pieces: Count
 
 
+class Ask(Message, frozen=True, kw_only=True):
+    """One host's page store to another's: how many of the leading keys it has; with `any` the
+    place of the first that it has, counted from 1; with `pages` those pages, then End."""
+
+    keys: Annotated[tuple[Digest, ...], msgspec.Meta(max_length=MAX_ASKED)]
+    any: bool = False
+    pages: bool = False
+
+
+class Counted(Message, frozen=True, kw_only=True):
+    count: Count
+
+
 class End(Message, frozen=True, kw_only=True):
     """Sender: that many pages were sent; the token where it was wanted."""
 
@@ -171,6 +188,8 @@ BODIES: dict[Kind, type[Message]] = {
     Kind.RENEW: Renew,
     Kind.PLACED: Placed,
     Kind.TAKEN: Taken,
+    Kind.ASK: Ask,
+    Kind.COUNTED: Counted,
 }
 
 _MOST_BYTES = {Kind.PROOF: MAX_CARD_BYTES + MAX_BODY_BYTES}

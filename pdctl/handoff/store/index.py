@@ -30,12 +30,13 @@ class Reservation(msgspec.Struct, frozen=True):
 
 
 class _Page:
-    __slots__ = ("held", "parent", "pins", "slot")
+    __slots__ = ("brought", "held", "parent", "pins", "slot")
 
     def __init__(self, slot: int, parent: bytes | None) -> None:
         self.slot = slot
         self.parent = parent
         self.held = False
+        self.brought = False
         self.pins = 0
 
 
@@ -69,9 +70,18 @@ class Index:
             count += 1
         return count
 
-    def first(self, keys: Sequence[bytes]) -> int | None:
-        """The place of the first key that is held."""
-        return next((at for at, key in enumerate(keys) if self.leading((key,))), None)
+    def first(self, keys: Sequence[bytes], *, awaited: bool = False) -> int | None:
+        """The place of the first key that is held; with `awaited` one that is under way is, too."""
+        for at, key in enumerate(keys):
+            page = self._pages.get(key)
+            if page is not None and (page.held or awaited):
+                return at
+        return None
+
+    def brought(self, key: bytes) -> bool:
+        """Whether it came from another host."""
+        page = self._pages.get(key)
+        return page is not None and page.brought
 
     def awaited(self, key: bytes) -> bool:
         """Whether it is being written or brought."""
@@ -122,10 +132,11 @@ class Index:
             self._touch(keys[-1])
         return Reservation(tuple(wanted), len(victims))
 
-    def commit(self, keys: Iterable[bytes]) -> None:
+    def commit(self, keys: Iterable[bytes], *, brought: bool = False) -> None:
         """Reserved pages are held from now on."""
         for key in keys:
             self._pages[key].held = True
+            self._pages[key].brought = brought
 
     def drop(self, keys: Iterable[bytes]) -> None:
         """Reserved pages will not come."""

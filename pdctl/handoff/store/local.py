@@ -27,7 +27,7 @@ class Elsewhere(Protocol):
 
     def bring(self, keys: tuple[bytes, ...], parent: bytes | None, until_s: float) -> bool:
         """Gets leading pages that another store holds onto the shelves, as many as arrive by
-        then; whether there were any. Never raises."""
+        then; whether any are there or under way. Never raises."""
         ...
 
     def bring_one(self, keys: tuple[bytes, ...], parent: bytes | None, until_s: float) -> bool:
@@ -39,8 +39,6 @@ class Client:
     """One replica's process, for as long as its anchor is connected."""
 
     def __init__(self) -> None:
-        self.brought: set[int] = set()
-        """Leases that pages of other hosts are in."""
         self.gone = False
 
 
@@ -187,7 +185,6 @@ class LocalServer:
         if isinstance(request, frames.Tail):
             return self._tail(client, request)
         if isinstance(request, frames.Release):
-            client.brought.discard(request.lease)
             return frames.Answered(ok=shelves.give_back(client, request.lease))
         if isinstance(request, frames.Held):
             return frames.Counted(pages=shelves.held(request.keys))
@@ -212,23 +209,23 @@ class LocalServer:
         slots, count = lent.slots, len(lent.slots)
         if request.others and self._elsewhere is not None and count < len(keys):
             parent = keys[count - 1] if count else request.parent
-            if self._elsewhere.bring(keys[count:], parent, until_s):
-                client.brought.add(lent.lease)
+            self._elsewhere.bring(keys[count:], parent, until_s)
             more = self._shelves.hold(client, keys[count:], until_s, lent.lease)
             slots += more.slots if more is not None else ()
         return frames.Lent(lease=lent.lease, slots=slots)
 
     def _tail(self, client: Client, request: frames.Tail) -> frames.Reply:
-        """Others are asked only where pages before it came from them."""
+        """Others are asked only where the page before it came from one of them."""
         until_s = monotonic_s() + request.timeout_s
-        place = self._shelves.first(request.keys)
-        if place is None and self._elsewhere is not None and request.lease in client.brought:
-            self._elsewhere.bring_one(request.keys, request.parent, until_s)
-            place = self._shelves.first(request.keys)
+        keys, before = request.keys, request.parent
+        place = self._shelves.first(keys, awaited=True)
+        if place is None and before is not None and self._shelves.brought(before):
+            assert self._elsewhere is not None, "somebody brought it"
+            self._elsewhere.bring_one(keys, before, until_s)
+            place = self._shelves.first(keys, awaited=True)
         if place is None:
             return frames.Lent(lease=request.lease, slots=())
-        key = request.keys[place : place + 1]
-        lent = self._shelves.hold(client, key, until_s, request.lease)
+        lent = self._shelves.hold(client, keys[place : place + 1], until_s, request.lease)
         return frames.Lent(lease=request.lease, slots=lent.slots if lent else (), place=place)
 
 

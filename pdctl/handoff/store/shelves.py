@@ -85,10 +85,15 @@ class Shelves:
         with self._changed:
             return self._index.leading(keys)
 
-    def first(self, keys: Sequence[bytes]) -> int | None:
-        """The place of the first key that is held."""
+    def first(self, keys: Sequence[bytes], *, awaited: bool = False) -> int | None:
+        """As `Index.first`."""
         with self._changed:
-            return self._index.first(keys)
+            return self._index.first(keys, awaited=awaited)
+
+    def brought(self, key: bytes) -> bool:
+        """Whether that page came from another host."""
+        with self._changed:
+            return self._index.brought(key)
 
     def hold(
         self, owner: Owner, keys: Sequence[bytes], until_s: float, lease: int | None = None
@@ -132,13 +137,16 @@ class Shelves:
                 return None
             return Granted(self._lease(owner, ours, reserved=True), found.wanted, found.evicted)
 
-    def commit(self, owner: Owner, lease: int, keys: Sequence[bytes]) -> bool:
+    def commit(
+        self, owner: Owner, lease: int, keys: Sequence[bytes], *, brought: bool = False
+    ) -> bool:
         """Pages of a reservation are written: everybody has them from now on."""
         with self._changed:
             found = self._own(owner, lease, reserved=True)
             if found is None or not set(keys) <= set(found.keys):
                 return False
-            self._index.commit(keys)
+            self._index.commit(keys, brought=brought)
+            self._count(brought_pages=len(keys) if brought else 0)
             found.keys = [key for key in found.keys if key not in set(keys)]
             self._changed.notify_all()
             return True

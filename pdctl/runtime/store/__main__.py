@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType
 
 from pdctl.engines.attachment import ATTACH_TIMEOUT_S, StoreAttachment
@@ -17,7 +18,10 @@ from pdctl.engines.ends import close_each
 from pdctl.errors import LaunchError, PdctlError
 from pdctl.handoff.page import PageGeometry
 from pdctl.handoff.store.local import LocalServer
+from pdctl.handoff.store.others import Others
+from pdctl.handoff.store.remote import RemoteServer
 from pdctl.handoff.store.shelves import Shelves, StoreCounts
+from pdctl.handoff.transport.choice import chosen_transport
 
 log = logging.getLogger("pdctl.store")
 
@@ -28,7 +32,7 @@ class Store:
     def __init__(self) -> None:
         self._ended = threading.Event()
         self._shelves: Shelves | None = None
-        self._local: LocalServer | None = None
+        self._closing: list[Callable[[], None]] = []
         self._attachment = StoreAttachment.from_environment(
             os.environ, counters=self._counts, superseded=self.end
         )
@@ -40,8 +44,7 @@ class Store:
             self._serve(assigned)
             self._ended.wait()
         finally:
-            servers = [each for each in (self._local,) if each is not None]
-            close_each([*(each.close for each in servers), self._attachment.close])
+            close_each([*self._closing, self._attachment.close])
 
     def end(self) -> None:
         """Any thread, and a signal's handler."""
@@ -50,9 +53,16 @@ class Store:
     def _serve(self, assigned: StoreAssignment) -> None:
         geometry = PageGeometry.of(assigned.contract)
         shelves = self._shelves = Shelves(assigned.buffer_bytes, geometry)
-        local = LocalServer(assigned.seat.socket, shelves, assigned.contract.digest)
+        others: Others | None = None
+        if assigned.data_port is not None:
+            transport = chosen_transport(assigned.certificate, os.environ)
+            remote = RemoteServer(assigned.key, shelves, transport)
+            remote.start((assigned.data_host, assigned.data_port))
+            others = Others(assigned.key, shelves, addresses=assigned.others, transport=transport)
+            self._closing += [remote.close, others.close]
+        local = LocalServer(assigned.seat.socket, shelves, assigned.contract.digest, others)
         local.start()
-        self._local = local
+        self._closing.append(local.close)
         self._attachment.ready(StoreReady(slots=shelves.slots))
         log.info("host=%s serving %d pages", assigned.host, shelves.slots)
 

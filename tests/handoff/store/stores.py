@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -14,7 +14,8 @@ from pdctl.handoff.counters import CounterBoard
 from pdctl.handoff.page import PageGeometry, Patterns
 from pdctl.handoff.store.client import StoreClient
 from pdctl.handoff.store.interface import Loan, StoreSeat
-from pdctl.handoff.store.local import Elsewhere, LocalServer
+from pdctl.handoff.store.local import LocalServer
+from pdctl.handoff.store.others import Others
 from pdctl.handoff.store.shelves import Shelves
 from pdctl.topology.contract import Attention, Contract, Positions
 from pdctl.topology.model import Dtype
@@ -39,13 +40,14 @@ class Host:
         self,
         path: Path,
         pages: int = 64,
-        elsewhere: Elsewhere | None = None,
+        elsewhere: Callable[[Shelves], Others] | None = None,
         contract: Contract = CONTRACT,
     ) -> None:
         self.path = str(path)
         geometry = PageGeometry.of(contract)
         self.shelves = Shelves(pages * geometry.page_bytes, geometry)
-        self._contract, self._elsewhere = contract.digest, elsewhere
+        self._contract = contract.digest
+        self._elsewhere = elsewhere(self.shelves) if elsewhere is not None else None
         self.serve()
 
     def serve(self) -> None:
@@ -63,6 +65,8 @@ class Host:
 
     def close(self) -> None:
         self.server.close()
+        if self._elsewhere is not None:
+            self._elsewhere.close()
         self.shelves.close()
 
 
@@ -70,7 +74,7 @@ class Host:
 def host(
     path: Path,
     pages: int = 64,
-    elsewhere: Elsewhere | None = None,
+    elsewhere: Callable[[Shelves], Others] | None = None,
     contract: Contract = CONTRACT,
 ) -> Iterator[Host]:
     """A store that serves at `path`."""

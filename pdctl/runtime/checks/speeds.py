@@ -40,7 +40,7 @@ def measured(ground: Ground, trial: links.Trial, tried: links.Tried | None) -> l
         return None
     if tried.dialled.error is None:
         return links.try_link(ground, trial, measure_bytes=MEASURE_BYTES)
-    if trial.port == trial.sender.data_port:
+    if trial.port == trial.sender.sender_port:
         return tried
     return links.try_own_port(ground, trial)
 
@@ -52,7 +52,7 @@ def beside(
     if not links.is_own(ground, trial):
         return trial
     host = trial.sender.host
-    planned = {r.data_port for r in plan.replicas} | {r.http_port for r in plan.replicas}
+    planned = {r.sender_port for r in plan.replicas} | {r.http_port for r in plan.replicas}
     taken = listening.get(host, frozenset()) | planned | ground.own_ports(host)
     last = min(trial.port + PORTS_BESIDE, 65535)
     free = [port for port in range(trial.port + 1, last + 1) if port not in taken]

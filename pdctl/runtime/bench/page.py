@@ -12,7 +12,7 @@ from pdctl.handoff.counters import PHASES
 from pdctl.runtime.bench.marks import MEANINGS
 from pdctl.runtime.bench.markup import Html, joined, tag
 from pdctl.runtime.bench.plots import COLOURS, key, phase_key, rest_ms, ttft_plot, waterfall
-from pdctl.runtime.bench.report import ABSENT, MARKED, details, link_words, matrix, remarks
+from pdctl.runtime.bench.report import ABSENT, MARKED, details, links, matrix, remarks
 from pdctl.runtime.bench.summary import Point, Run
 
 STYLE = "page.css"
@@ -265,9 +265,8 @@ def _doubts(points: Sequence[Point]) -> Html:
 
 def _method(run: Run, points: Sequence[Point]) -> Html:
     computes = {f"{name} computes in": dtype for name, dtype in run.compute_dtypes.items()}
-    linked = [p for p in points if p.pd_link_bytes_per_s is not None]
-    links = {f"link of {p.pd_path}": link_words(p) for p in linked}
-    described = {**run.machine, **run.versions, **computes, **links}
+    carry = {f"link of {paths}": words for paths, words in links(points).items()}
+    described = {**run.machine, **run.versions, **computes, **carry}
     entries = [
         tag("div", tag("dt", name.replace("_", " ")), tag("dd", str(value)))
         for name, value in described.items()

@@ -132,12 +132,20 @@ def remarks(points: Sequence[Point]) -> list[str]:
 
 
 def link_lines(points: Sequence[Point]) -> list[str]:
-    """One sentence per pair whose link was measured."""
-    measured = {p.pd_path: p for p in points if p.pd_link_bytes_per_s is not None}
-    return [f"link of {path}: {link_words(p)}" for path, p in measured.items()]
+    """One sentence per link that was measured, with all pairs that go over it."""
+    return [f"link of {paths}: {words}" for paths, words in links(points).items()]
 
 
-def link_words(p: Point) -> str:
+def links(points: Sequence[Point]) -> dict[str, str]:
+    """By paths, "p0>d0, p0>d1", what their link carries."""
+    paths: dict[str, list[str]] = {}
+    for path, p in {p.pd_path: p for p in points}.items():
+        if p.pd_link_bytes_per_s is not None:
+            paths.setdefault(_link_words(p), []).append(path)
+    return {", ".join(over): words for words, over in paths.items()}
+
+
+def _link_words(p: Point) -> str:
     speed = f"{(p.pd_link_bytes_per_s or 0.0) / 1e6:,.0f} MB/s"
     trip = p.pd_link_round_trip_ms
     return speed if trip is None else f"{speed}, round trip {trip:.3g} ms"

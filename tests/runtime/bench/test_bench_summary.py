@@ -86,6 +86,16 @@ def test_a_link_that_is_slower_than_prefill_is_the_floor(bytes_per_s: float, flo
     assert pair.pd_floor_ms == floor
 
 
+def test_pairs_over_one_link_share_a_line_of_the_report() -> None:
+    link = Link(bytes_per_s=117e6, round_trip_ms=0.25)
+    _, pair = good(msgspec.structs.replace(RUN, links={"p0>d0": link}))
+    other = msgspec.structs.replace(pair, pd_path="p0>d1")
+    slow = msgspec.structs.replace(pair, pd_path="p1>d0", pd_link_bytes_per_s=12e6)
+    text = markdown(RUN, (pair, other, slow))
+    assert "- link of p0>d0, p0>d1: 117 MB/s, round trip 0.25 ms\n" in text
+    assert "- link of p1>d0: 12 MB/s, round trip 0.25 ms\n" in text
+
+
 def test_a_pair_says_what_it_takes_longer_than_decode_alone() -> None:
     alone, pair = good()
     assert (alone.pd_over_local_ms, pair.pd_over_local_ms) == (None, 500.0)

@@ -70,8 +70,11 @@ class NativeConnector(NixlConnector):  # type: ignore[misc]
         """As a reader that is through says it, on the way that it takes: vLLM looks for this
         word later in the same step."""
         agent = self.connector_worker.nixl_wrapper
-        agent.send_notif(agent.name, notif_msg=f"{request_id}:1".encode())
-        log.info("request=%s nobody will read its blocks: let go", request_id)
+        try:
+            agent.send_notif(agent.name, notif_msg=f"{request_id}:1".encode())
+        # whatever it is, their lease ends, and the engine must not (R34)
+        except Exception:
+            log.exception("request=%s its blocks wait for their lease to end", request_id)
 
     def shutdown(self) -> None:
         try:

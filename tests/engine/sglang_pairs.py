@@ -12,7 +12,6 @@ from engines.replicas import Pair, Process, text_of
 
 from pdctl.topology.model import PAGE_TOKENS
 
-LENGTHS = (51, 64, 65, 66, 128, 129, 130, 193, 700)
 CHUNK_TOKENS = 128
 CONTEXT_TOKENS = 2048
 

@@ -13,8 +13,8 @@ import pytest
 from agreement import Agreement
 from engine import held, witness
 from engine.held import MlxWitness
-from engine.sglang_pairs import CHUNK_TOKENS, LENGTHS, Fleet, check_one_contract, check_text
-from engine.vllm_pairs import CHAT, COMPLETIONS, alone, check_at_rest, completion
+from engine.sglang_pairs import CHUNK_TOKENS, Fleet, check_one_contract, check_text
+from engine.vllm_pairs import CHAT, COMPLETIONS, LENGTHS, alone, check_at_rest, completion
 from engines.replicas import contract_of, text_of
 from engines.sglang_replicas import SglangProcess, needs_sglang
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from agreement import Agreement
-from engine.sglang_pairs import CHUNK_TOKENS, LENGTHS, Fleet, check_one_contract, check_text
-from engine.vllm_pairs import CHAT, COMPLETIONS
+from engine.sglang_pairs import CHUNK_TOKENS, Fleet, check_one_contract, check_text
+from engine.vllm_pairs import CHAT, COMPLETIONS, LENGTHS
 from engines.replicas import contract_of
 from engines.sglang_replicas import SglangProcess, needs_sglang
 from engines.vllm_replicas import VllmProcess, needs_vllm

@@ -9,6 +9,7 @@ from agreement import Agreement, ranking
 from engine.vllm_pairs import (
     CHAT,
     COMPLETIONS,
+    LENGTHS,
     OUTPUT_TOKENS,
     Four,
     alone,
@@ -25,7 +26,6 @@ from pdctl.topology.model import PAGE_TOKENS
 pytestmark = [pytest.mark.engine, needs_vllm]
 
 PAIRS = ("vllm>vllm", "vllm>mlx", "mlx>vllm")
-LENGTHS = (51, 64, 65, 129, 193, 700)
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])

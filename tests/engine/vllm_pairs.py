@@ -15,6 +15,8 @@ from tiny import digits
 from pdctl.handoff.counters import Counters
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+LENGTHS = (51, 64, 65, 66, 128, 129, 130, 193, 700)
+"""Of prompts: under a page, at its end and beyond, over a chunk, over many pages."""
 OUTPUT_TOKENS = 16
 CHUNK_TOKENS = 128
 BUFFER_PAGES = 40

@@ -90,7 +90,7 @@ def prompt_keys(
     """
     try:
         ids = np.asarray(token_ids, dtype=np.int64)
-    except (TypeError, OverflowError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"the token ids are not integers: {error}") from error
     if ids.ndim != 1 or (ids.size and (ids.min() < 0 or ids.max() >= 1 << 32)):
         raise ValueError("the token ids are not unsigned 32-bit integers")

@@ -16,7 +16,7 @@ HINTS = {
     "compare their versions",
     "protocol": "bytes were changed on the way, or the ends run different pdctl versions; "
     "`pdctl doctor {cluster}` compares them",
-    "handoff": "`pdctl logs {cluster} {replica}` has the cause",
+    "handoff": "`pdctl logs {cluster}` has the cause: of the replica that the message names last",
     "replica_down": "`pdctl ps {cluster}` shows its state; it is restarted by itself",
     "replica_lost": "`pdctl logs {cluster} {replica}` shows how it ended; it is restarted by "
     "itself",

@@ -6,7 +6,7 @@ import itertools
 import random
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
@@ -45,27 +45,35 @@ class Crowd:
         self._cluster, self._answers = cluster, answers
         self._paths, self._leaving = paths, leaving
 
-    def run(self, seconds: float) -> None:
+    def run(self, seconds: float, go_on: Callable[[], bool] = lambda: False) -> None:
+        """For so long, and while `go_on` says so."""
         until_s = time.monotonic() + seconds
+
+        def client(number: int) -> None:
+            tries = self._tries(number)
+            while time.monotonic() < until_s or go_on():
+                next(tries)
+
         with ThreadPoolExecutor(CLIENTS) as pool:
-            for done in [pool.submit(self._client, number, until_s) for number in range(CLIENTS)]:
-                done.result(seconds + 120)
+            for done in [pool.submit(client, number) for number in range(CLIENTS)]:
+                done.result(seconds + 240)
 
     def check(self) -> None:
         """Every answer was right."""
         assert self.wrong == []
         assert self.refused == []
 
-    def _client(self, number: int, until_s: float) -> None:
+    def _tries(self, number: int) -> Iterator[None]:
+        """One request after the other."""
         rng = random.Random(number)
-        paths = itertools.islice(itertools.cycle(self._paths), number % len(self._paths), None)
-        while time.monotonic() < until_s:
-            path, prompt = next(paths), rng.choice(list(self._answers))
+        for path in itertools.islice(itertools.cycle(self._paths), number % len(self._paths), None):
+            prompt = rng.choice(list(self._answers))
             body = {"cache_salt": str(rng.random()), "pdctl_cache": False}
             if rng.random() < self._leaving:
                 self._leave(path, prompt, body, rng.uniform(0, 0.5))
             else:
                 self._stay(path, prompt, body)
+            yield
 
     def _stay(self, path: str | None, prompt: str, body: dict[str, Any]) -> None:
         asked = {"model": "tiny", "prompt": prompt, "max_tokens": OUTPUT_TOKENS, **body}

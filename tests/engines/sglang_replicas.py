@@ -30,6 +30,8 @@ OPTIONS: dict[str, Any] = {
     "max_total_tokens": 8192,
     "max_running_requests": 8,
     "disaggregation_decode_retraction_backup": "cpu_tensor",
+    # its scheduler would take a whole core while nothing is asked of it
+    "sleep_on_idle": True,
 }
 
 CPU_ENV = {

@@ -44,7 +44,7 @@ class SharedPrefix:
             len(loan.keys) if loan.tokens >= self._prompt.tokens else (loan.tokens // PAGE_TOKENS)
         )
         try:
-            taken = self.positions > 0 and self._take(loan, until_s)
+            taken = self.positions >= PAGE_TOKENS and self._take(loan, until_s)
         # whatever is wrong with shared pages, the prompt can be computed
         except Exception:
             log.exception("pages of the store could not be taken")
@@ -66,8 +66,9 @@ class SharedPrefix:
         return True
 
     def wants_memory(self) -> bool:
-        """Loop's thread: whether the store has more of the prompt than this replica itself."""
-        return self._engine.kept_positions(self._call) < self.positions
+        """Loop's thread: whether the store has a page or more of the prompt that this replica
+        does not keep itself; to compute less costs less than to copy all of it."""
+        return self._engine.kept_positions(self._call) + PAGE_TOKENS <= self.positions
 
     def grant(self, memory: ImportedCache | None, refusal: Exception | None = None) -> None:
         """Loop's thread."""

@@ -15,13 +15,15 @@ import msgspec
 from pdctl.handoff.page import PageGeometry
 from pdctl.handoff.store import frames
 from pdctl.handoff.store.memory import PageMemory
+from pdctl.trace import monotonic_s
 
 log = logging.getLogger("pdctl.store")
 
 DIAL_S = 1.0
 ANSWER_S = 1.0
 """For an answer, on top of what the call itself may wait."""
-KEPT_CONNECTIONS = 16
+SILENT_S = 5.0
+"""A store that did not answer in time is not asked for that long: its prompts do not wait."""
 REDIAL_FIRST_S = 0.1
 REDIAL_MOST_S = 2.0
 
@@ -44,16 +46,29 @@ class Attached:
         self._anchor = anchor
         self._lock = threading.Lock()
         self._idle: list[socket.socket] = []
+        self._silent_until_s = 0.0
         self.lost = False
 
-    def ask(self, request: frames.Frame, answer: type[R], timeout_s: float = 0.0) -> R | None:
+    def ask(
+        self,
+        request: frames.Frame,
+        answer: type[R],
+        timeout_s: float = 0.0,
+        *,
+        silent_too: bool = False,
+    ) -> R | None:
         """One request; None where the answer is another, which is a plain refusal.
+
+        Args:
+            silent_too: also of a store that has just been silent.
 
         Raises:
             StoreLost: no answer within `timeout_s` and `ANSWER_S`.
         """
         if self.lost:
             raise StoreLost("it is away")
+        if monotonic_s() < self._silent_until_s and not silent_too:
+            raise StoreLost("it was silent")
         connection: socket.socket | None = None
         try:
             connection = self._take()
@@ -63,6 +78,8 @@ class Attached:
         except (OSError, msgspec.DecodeError) as error:
             if connection is not None:
                 connection.close()
+            if isinstance(error, TimeoutError):
+                self._silent_until_s = monotonic_s() + SILENT_S
             raise StoreLost(str(error)) from error
         self._put(connection)
         return reply if isinstance(reply, answer) else None
@@ -97,8 +114,9 @@ class Attached:
         return connection
 
     def _put(self, connection: socket.socket) -> None:
+        """Kept, however many: the end of a connection ends what it lent last."""
         with self._lock:
-            if not self.lost and len(self._idle) < KEPT_CONNECTIONS:
+            if not self.lost:
                 self._idle.append(connection)
                 return
         connection.close()

@@ -95,7 +95,11 @@ class PinnedLoan:
         return valid
 
     def _tell(self) -> None:
+        """Again and again where the store is slow: what it does not hear of stays pinned."""
         try:
-            self._attached.ask(frames.Release(lease=self._lease), frames.Answered)
+            request = frames.Release(lease=self._lease)
+            self._attached.ask(request, frames.Answered, silent_too=True)
         except StoreLost as error:
             log.debug("%s", error)
+            if not self._attached.lost:
+                self._later(self._tell)

@@ -143,11 +143,17 @@ class LocalServer:
             return
         client = self._clients[entered.client]
         connection.sendall(answer)
+        lent: int | None = None
         try:
             while True:
                 request = frames.read_request(connection)
-                connection.sendall(frames.encode(self._answer(client, request)))
+                reply = self._answer(client, request)
+                lent = _new_lease(request, reply)
+                connection.sendall(frames.encode(reply))
         finally:
+            if lent is not None:
+                # a client ends a connection only where an answer came too late for it
+                self._shelves.give_back(client, lent)
             if client.gone:
                 # of a call that was under way when its anchor ended
                 self._shelves.leave(client)
@@ -227,6 +233,13 @@ class LocalServer:
             return frames.Lent(lease=request.lease, slots=())
         lent = self._shelves.hold(client, keys[place : place + 1], until_s, request.lease)
         return frames.Lent(lease=request.lease, slots=lent.slots if lent else (), place=place)
+
+
+def _new_lease(request: frames.Request, reply: frames.Reply) -> int | None:
+    if isinstance(reply, frames.Granted):
+        return reply.lease
+    fresh = isinstance(request, frames.Hold) and request.lease is None
+    return reply.lease if fresh and isinstance(reply, frames.Lent) else None
 
 
 def _shut(connection: socket.socket) -> None:

@@ -27,6 +27,7 @@ from handoff.store.stores import (
 from pdctl.handoff.page import Patterns
 from pdctl.handoff.store import frames
 from pdctl.handoff.store.attached import StoreLost, attach
+from pdctl.trace import monotonic_s
 
 DOCUMENT = list(range(1000, 1700))
 """700 tokens: ten full pages, and a tail of 60."""
@@ -246,3 +247,20 @@ def test_only_its_user_may_connect(store: Host) -> None:
     """The socket is its user's alone, and the memory has no name that others could open."""
     assert stat.S_IMODE(os.stat(store.path).st_mode) == 0o600
     assert os.fstat(store.shelves.descriptor).st_nlink == 0
+
+
+def test_a_frozen_store_delays_one_prompt(store: Host, pair: list[Replica]) -> None:
+    """A store that does not answer is asked once; the prompts after that do not wait. What it
+    lent, or lends too late, is given back."""
+    a, b = pair
+    a.give(DOCUMENT)
+    loan = a.store.hold(a.store.prompt(DOCUMENT))
+    with store.shelves._changed:
+        assert b.store.hold(b.store.prompt(DOCUMENT), timeout_s=0.1).tokens == 0
+        began_s = monotonic_s()
+        for _ in range(20):
+            assert b.store.hold(b.store.prompt(DOCUMENT), timeout_s=0.1).tokens == 0
+        assert monotonic_s() - began_s < 0.5
+        assert loan.release()
+    assert store.returned()
+    assert a.take(DOCUMENT)[0] == 700

@@ -77,6 +77,9 @@ def _show(found: Status) -> None:
     for r in [*rows, *found.hosts]:
         if r.get("cause") not in (None, found.problem):
             console.print(f"{_name(r)}: {r['cause']}", soft_wrap=True)
+    for reason in dict.fromkeys(pair.get("transport_reason") for pair in found.pairs):
+        if reason:
+            console.print(f"transport {reason}", soft_wrap=True)
 
 
 def _pairs(pairs: list[dict[str, Any]]) -> Any:

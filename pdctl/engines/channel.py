@@ -238,6 +238,8 @@ class PairState(msgspec.Struct, frozen=True, kw_only=True):
     prefill: str
     decode: str
     transport: str
+    transport_reason: str = ""
+    """Why this one, as `plan` says it."""
     state: str
     cause: str | None = None
     incarnations: tuple[int, ...] = ()

@@ -111,6 +111,7 @@ def from_journal(record: ClusterRecord, found: journal.Journal, problem: PdctlEr
                 "prefill": pair.prefill,
                 "decode": pair.decode,
                 "transport": pair.transport.value,
+                "transport_reason": pair.reason,
                 "state": "unknown",
                 "cause": problem.message,
             }

@@ -74,7 +74,7 @@ class Front:
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         if self._roster.draining:
             raise RequestFailed(503, "the router is being restarted", code="router_draining")
-        delivery = ClientDelivery(request)
+        delivery = ClientDelivery(request, self._roster.transport)
         began_s = monotonic_s()
         self._meter.began()
         outcome = "gone"

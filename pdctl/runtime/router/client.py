@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 
 import anyio
 from aiohttp import web
@@ -13,6 +13,7 @@ from pdctl.runtime.router.endpoints import (
     PATH_HEADER,
     RETRIED_HEADER,
     ROOM_HEADER,
+    TRANSPORT_HEADER,
 )
 from pdctl.runtime.router.failure import RequestFailed
 from pdctl.runtime.router.policy import Path
@@ -34,8 +35,13 @@ class ClientDelivery:
     `response` is set once there is one; the first byte's moment is in `first_at_s`.
     """
 
-    def __init__(self, request: web.Request) -> None:
+    def __init__(
+        self,
+        request: web.Request,
+        transport: Callable[[Path], str | None] = lambda path: None,
+    ) -> None:
         self._request = request
+        self._transport = transport
         self._stream: web.StreamResponse | None = None
         self.response: web.StreamResponse | None = None
         self.headers: dict[str, str] = {}
@@ -56,6 +62,8 @@ class ClientDelivery:
         self.headers = {PATH_HEADER: path.text}
         if room is not None:
             self.headers[ROOM_HEADER] = str(room)
+        if (transport := self._transport(path)) is not None:
+            self.headers[TRANSPORT_HEADER] = transport
         if retried is not None:
             self.headers[RETRIED_HEADER] = retried.text
         if self._decision is not None:

@@ -19,6 +19,8 @@ OPEN = frozenset({HOME, HEALTH, READY})
 PATH_HEADER = "x-pdctl-path"
 """Request: pins the path. Response: the path taken, `p0>d0` or `o0`."""
 ROOM_HEADER = "x-pdctl-room"
+TRANSPORT_HEADER = "x-pdctl-transport"
+"""Response of a pair: how its pages moved."""
 RETRIED_HEADER = "x-pdctl-retried"
 """Response: the path of a first try that failed on a dead replica, where there was one."""
 DECISION_HEADER = "x-pdctl-decision"

@@ -106,7 +106,7 @@ class Roster:
         self.plan = plan
         self.paths = declared_paths(plan)
         self.pinnable = pinnable_paths(plan)
-        self._transports = {Path(p.prefill, p.decode): p.transport.value for p in plan.pairs}
+        self._pairs = {Path(p.prefill, p.decode): p for p in plan.pairs}
         self._verdicts = {p: v for p, v in self._verdicts.items() if p in self.paths}
         self._notify()
 
@@ -237,12 +237,19 @@ class Roster:
     def replica_states(self) -> tuple[PairState, ...]:
         return tuple(self._pair_state(p) for p in self.paths if p.prefill is None)
 
+    def transport(self, path: Path) -> str | None:
+        """How a pair's pages move; None for a replica alone."""
+        pair = self._pairs.get(path)
+        return None if pair is None else pair.transport.value
+
     def _pair_state(self, path: Path) -> PairState:
         state, cause = self.state(path)
+        pair = self._pairs.get(path)
         return PairState(
             prefill=path.prefill or path.decode,
             decode=path.decode,
-            transport=self._transports.get(path, "none"),
+            transport=self.transport(path) or "none",
+            transport_reason="" if pair is None else pair.reason,
             state=state,
             cause=cause,
             incarnations=self.incarnations(path),

@@ -124,6 +124,8 @@ async def test_a_pin_goes_where_it_says_or_is_refused_by_name() -> None:
         for path in ("p0>d1", "o0", "p0>d0", "d0"):
             answer = await c.ask(COMPLETION, x_pdctl_path=path)
             assert (answer.status, answer.headers["x-pdctl-path"]) == (200, path)
+            transport = "tcp" if ">" in path else None
+            assert answer.headers.get("x-pdctl-transport") == transport
         answer = await c.ask(COMPLETION, x_pdctl_path="d9")
         assert answer.status == 400
         assert "p0>d0, p0>d1, o0" in (await error(answer))["message"]

@@ -6,14 +6,19 @@ from pdctl.cli import render
 from pdctl.runtime.cluster.costs import stored_costs
 from pdctl.runtime.cost.forecast import Cell, Forecast, PairForecast, forecast
 from pdctl.runtime.router.policy import pinnable_paths
-from pdctl.topology.model import Topology
+from pdctl.topology.model import Role, Topology
 from pdctl.topology.plan import Plan
 
 
 def forecast_of(topology: Topology, plan: Plan, *, offline: bool) -> Forecast:
-    """Of every pair, and of every replica that answers alone."""
+    """Of every pair, and of every replica that answers alone; of a prefill replica, which does so
+    only where it is pinned, as soon as it was."""
     costs = stored_costs(topology, offline=offline)
-    paths = [path.text for path in pinnable_paths(plan)]
+    paths = [
+        path.text
+        for path in pinnable_paths(plan)
+        if plan.replica(path.decode).role is not Role.PREFILL or path.text in costs.paths
+    ]
     alone = [path for path in paths if ">" not in path]
     pairs = [path for path in paths if ">" in path]
     return forecast(plan, costs.paths, [*alone, *pairs])

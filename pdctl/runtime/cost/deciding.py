@@ -60,8 +60,6 @@ class Decider:
 
     def __init__(self) -> None:
         self.by_reason: Counter[str] = Counter()
-        self.by_path: Counter[tuple[str, str]] = Counter()
-        """By path and reason."""
         self.expected_s = 0.0
         """Of all that were decided, the sum of what was best."""
         self.exploring_s = 0.0
@@ -88,7 +86,6 @@ class Decider:
         chosen, reason = self._chosen(rotated, length_class(tokens))
         self._taken[chosen.path] = self._turn
         self.by_reason[reason] += 1
-        self.by_path[chosen.path, reason] += 1
         return Decision(
             path=chosen.path,
             reason=reason,

@@ -13,7 +13,7 @@ Targets: `auto` is at most 1.05 × the better of the two in at least 95 % of the
 `pdctl plan` predicts right after `up`, and what the router expects of a path when it decides, are
 off by at most 25 % in the median.
 
-    python bench/auto.py [--engine mlx] [--rates 20,117,1150] [--rounds 15] [--output DIR]
+    python bench/auto.py [--engine mlx] [--rates 20,117,1150] [--rounds 21] [--output DIR]
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--engine", choices=sorted(STEPS), default="mlx")
     parser.add_argument("--rates", default="20,117,1150", help="MB/s, with commas between them")
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
     cells: list[dict[str, Any]] = []

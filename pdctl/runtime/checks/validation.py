@@ -24,6 +24,7 @@ from pdctl.runtime.checks.models import Models
 from pdctl.runtime.checks.outcome import ModelFacts, Silent, Validation, Watcher
 from pdctl.runtime.checks.room import check_room
 from pdctl.runtime.checks.routes import check_routes
+from pdctl.runtime.checks.stores import check_stores
 from pdctl.runtime.hosts.interface import RuntimeHost
 from pdctl.runtime.hosts.reach import Hosts
 from pdctl.topology import rules
@@ -141,6 +142,7 @@ def _network(ground: Ground, plan: Plan) -> list[Diagnostic]:
     """Ports of every host, then what needs two hosts."""
     found = network.check_ports(ground, plan)
     found += check_links(ground, plan, unfit=network.mute_senders(found))
+    found += check_stores(ground, plan)
     return found + check_routes(ground)
 
 

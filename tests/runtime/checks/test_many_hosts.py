@@ -293,6 +293,41 @@ def test_a_name_that_the_sender_does_not_know_is_told_once(
     assert fleet["studio"].dialled == []
 
 
+def shared(model: Path) -> str:
+    """Besides the pair, an ordinary replica on each host, which share."""
+    text = topology(model).replace("[hosts.studio]", '[hosts.studio]\naddress = "10.0.0.2"')
+    head, _, replicas = text.partition("[[replicas]]")
+    ordinary = "".join(
+        f'[[replicas]]\nname = "o-{host}"\nhost = "{host}"\nengine = "mlx"\nrole = "both"\n'
+        f'model = "{model}"\n'
+        for host in ("gpu1", "studio")
+    )
+    return f"{head}[sharing]\n[[replicas]]{replicas}{ordinary}"
+
+
+def test_page_stores_are_dialled_from_each_others_hosts(
+    model: Path, fleet: Fleet, check: Check
+) -> None:
+    """Both ways; what is closed is a warning that names both ends and the way out."""
+    fleet.each(lambda host: host.names.update({"10.0.0.2": "127.0.0.1"}))
+    found = check(shared(model))
+    assert found.report.valid
+    assert found.report.warning_count == 0
+    assert found.plan is not None
+    ports = {store.host: store.data_port for store in found.plan.stores}
+    assert ("10.0.0.1", ports["gpu1"]) in fleet["studio"].dialled
+    assert ("10.0.0.2", ports["studio"]) in fleet["gpu1"].dialled
+    assert fleet.listening() == []
+    fleet["gpu1"].closed_ports = frozenset({ports["studio"] or 0})
+    fleet.closed = 0
+    found = check(shared(model))
+    assert found.report.valid
+    (warning,) = found.report.diagnostics
+    assert warning.code == "host.page_store"
+    assert 'host "gpu1" can\'t reach the page store of host "studio"' in warning.summary
+    assert f"ufw allow {ports['studio']}" in (warning.hint or "")
+
+
 def test_a_clusters_own_ports_are_not_dialled(model: Path, fleet: Fleet, check: Check) -> None:
     """A running sender has its port: it is neither a clash nor a wall."""
     fleet["studio"].walled = True

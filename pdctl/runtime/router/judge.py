@@ -126,10 +126,7 @@ class Judge:
     def timing(self, path: Path, ask: Ask, delivery: Delivery) -> Iterator[Timed]:
         """Times one try; what it took is kept where the block ends without an error."""
         name, tokens, now_s = path.text, self.lengths.tokens(ask.body), monotonic_s()
-        cost_s = self.book.expected_s(name, tokens, time.time()) or 0.0
-        curve = self.book.curve(name)
-        by_curve_s = curve.at(tokens) if curve is not None else 0.0
-        expected_s = total_s(name, by_curve_s, self.queues, now_s) if curve else 0.0
+        cost_s, expected_s = self._costs(name, tokens, now_s) if self.decides else (0.0, 0.0)
         tells = ask.stream or path.prefill is not None
         pending = self.queues.enter(name, tokens, cost_s, now_s, tells=tells)
         timed = Timed(delivery, lambda: self.queues.first_token(pending, monotonic_s()))
@@ -140,6 +137,15 @@ class Judge:
                 self._keep(path, ask, timed, pending, expected_s)
         finally:
             self.queues.leave(pending, monotonic_s())
+
+    def _costs(self, path: str, tokens: int, now_s: float) -> tuple[float, float]:
+        """What its prompt is expected to take to compute, and what the curve alone says of its
+        first token behind what is queued; zeros where nothing was measured."""
+        curve = self.book.curve(path)
+        if curve is None:
+            return 0.0, 0.0
+        cost_s = self.book.expected_s(path, tokens, time.time()) or 0.0
+        return cost_s, total_s(path, curve.at(tokens), self.queues, now_s)
 
     def _keep(
         self, path: Path, ask: Ask, timed: Timed, pending: Pending, expected_s: float
@@ -157,11 +163,14 @@ class Judge:
         cached = computed.cached_tokens if computed else 0
         if ttft_s is None or cached > CACHED_SHARE * tokens:
             return
-        self.book.seen(path.text, tokens, ttft_s, expected_s, time.time())
+        if expected_s:
+            self.book.seen(path.text, tokens, ttft_s, expected_s, time.time())
         if pending.quiet:
             sample = Sample(tokens=tokens, ttft_s=ttft_s, at=time.time())
             self.book.sampled(path.text, sample)
             self._sampled.setdefault(path.prefill or "", []).append(path.text)
+            if self.decides:  # fitted now, not while the next request waits for it
+                self.book.curve(path.text)
 
     def _keep_step(self, path: Path, timed: Timed, pending: Pending) -> None:
         steps = _answered(timed) - 1

@@ -52,8 +52,9 @@ def topology_text(
     faults: dict[str, str] | None = None,
     roles: dict[str, str] | None = None,
     model: Path | None = None,
+    sharing: str = "",
 ) -> str:
-    """A topology of doubles; `faults` maps a replica to its fault."""
+    """A topology of doubles; `faults` maps a replica to its fault, `sharing` is that section."""
     faults = faults or {}
     head = f"""
 schema = 1
@@ -65,6 +66,7 @@ context_length = 256
 buffer_bytes = "1MiB"
 [router]
 bind = "127.0.0.1:{free_port()}"
+{sharing}
 [hosts.local]
 python = "{wrapper(folder)}"
 """

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from engines.specs import CONTRACT
 from topology.texts import GOOD, ORDINARY
 
 from pdctl.topology.changes import Declared, changes
-from pdctl.topology.contract import Attention, Contract, Positions
 from pdctl.topology.load import loads
-from pdctl.topology.model import Dtype
 from pdctl.topology.plan import derive
 
 HEAD = GOOD.partition("[[replicas]]")[0]
@@ -22,14 +21,6 @@ ssh = "studio"
 address = "192.168.1.30"
 """
 SHARING = '[sharing]\nbuffer_bytes = "1GiB"\n'
-CONTRACT = Contract(
-    weights="w",
-    tokenizer="t",
-    chat_template="c",
-    attention=Attention(kind="full", layers=2, kv_heads=1, head_dim=4),
-    positions=Positions(rope_theta=1e4, max_positions=4096, context_length=4096),
-    dtype=Dtype.FLOAT16,
-)
 
 
 def ordinary(name: str, host: str = "local") -> str:

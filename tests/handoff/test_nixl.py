@@ -122,6 +122,22 @@ def test_pages_of_another_process_land_bit_by_bit(receiver: Receiver) -> None:
         sender.close()
 
 
+def test_ucx_listens_on_loopback_alone(receiver: Receiver) -> None:
+    """R59: with every peer on this host, neither end can be reached from another."""
+    sender = SenderProcess(65)
+    try:
+        check_whole(receiver, sender, 65)
+        for process in (psutil.Process(), psutil.Process(sender.process.pid)):
+            where = {
+                each.laddr.ip
+                for each in process.net_connections("tcp")
+                if each.status == psutil.CONN_LISTEN
+            }
+            assert where == {"127.0.0.1"}
+    finally:
+        sender.close()
+
+
 def test_a_sender_that_dies_is_lost_and_the_one_after_it_is_read(receiver: Receiver) -> None:
     """R61, U14: killed between two pieces; another process takes its place, and its card."""
     sender = SenderProcess(LONG)

@@ -12,6 +12,10 @@ from pdctl.topology.model import Transport
 NIXL = NATIVE.replace('"native"', '"nixl"')
 
 
+def between(prefill: str, decode: str) -> str:
+    return native_between(prefill, decode, NIXL)
+
+
 @pytest.mark.parametrize("prefill", ["vllm", "sglang"])
 @pytest.mark.parametrize("decode", ["vllm", "sglang"])
 def test_vllm_and_sglang_can_in_every_pair(prefill: str, decode: str) -> None:

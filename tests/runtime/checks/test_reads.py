@@ -6,8 +6,7 @@ from importlib.metadata import PackageNotFoundError
 
 import msgspec
 import pytest
-from topology.test_native import of
-from topology.test_nixl import NIXL
+from topology.test_nixl import between
 from topology.texts import ORDINARY
 
 from pdctl.engines.interface import Probe
@@ -28,7 +27,7 @@ def judged(text: str, **probes: Probe) -> list[tuple[str, str | None]]:
 
 def test_a_replica_whose_environment_lacks_nixl_is_refused_by_name() -> None:
     """R52: before it is launched; an ordinary replica needs none, nor does another transport."""
-    text = of("vllm", "sglang", NIXL) + ORDINARY.replace("mlx", "vllm")
+    text = between("vllm", "sglang") + ORDINARY.replace("mlx", "vllm")
     assert judged(text, p0=UNFIT, d0=FIT, o0=UNFIT) == [("host.nixl", "p0")]
     assert judged(text, p0=UNFIT, d0=UNFIT) == [("host.nixl", "p0"), ("host.nixl", "d0")]
     assert judged(text, d0=FIT) == []

@@ -8,9 +8,12 @@ import msgspec
 import pytest
 from engines.test_attachment import ASSIGNMENT, ATTENTION, POSITIONS
 
-from pdctl.engines.ends import close_each
+from pdctl.engines.ends import close_each, open_ends
 from pdctl.engines.readiness import effective_of, terms_of
-from pdctl.topology.model import ComputeDtype
+from pdctl.errors import HandoffError
+from pdctl.handoff.counters import CounterBoard
+from pdctl.handoff.transport import nixl
+from pdctl.topology.model import ComputeDtype, Role, Transport
 
 CONTRACT = ASSIGNMENT.contract
 
@@ -35,6 +38,19 @@ def test_an_engines_own_terms_stand_beside_those_of_all() -> None:
     """Pages and transports are the same for every engine of this version."""
     terms = terms_of(CONTRACT, block_tokens=16)
     assert terms == {"page_tokens": 64, "block_tokens": 16, "transports": ["tcp"]}
+    assert terms_of(CONTRACT, nixl=True)["transports"] == ["tcp", "nixl"]
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_an_end_that_is_to_read_does_not_open_without_nixl(
+    monkeypatch: pytest.MonkeyPatch, role: Role
+) -> None:
+    """It does not take TCP instead, without a word."""
+    monkeypatch.setattr(nixl, "installed", lambda: None)
+    transports = {"x0": Transport.NIXL, "y0": Transport.TCP}
+    assigned = msgspec.structs.replace(ASSIGNMENT, role=role, transports=transports)
+    with pytest.raises(HandoffError, match="NIXL"):
+        open_ends(assigned, CounterBoard(), lambda failed: None, {})
 
 
 def test_a_clean_up_goes_on_after_a_step_that_fails(caplog: pytest.LogCaptureFixture) -> None:

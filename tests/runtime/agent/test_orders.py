@@ -12,6 +12,7 @@ from pdctl.runtime.cluster.certificate import cluster_certificate
 from pdctl.runtime.cluster.state import ClusterRecord, StateDir, handoff_key
 from pdctl.runtime.machine import process
 from pdctl.runtime.machine.process import ACTOR_KEY_ENV
+from pdctl.topology.model import Transport
 
 
 def with_api_key(record: ClusterRecord, state: StateDir) -> ClusterRecord:
@@ -69,6 +70,18 @@ def test_assignments_carry_the_handoff_key_and_the_budget(tmp_path: Path) -> Non
         router = orders.router_assignment()
         assert (router.api_key, router.key) == ("opensesame", assigned.key)
         assert router.model_dir == str(tmp_path)
+
+
+def test_each_replica_is_told_how_the_pages_of_its_pairs_move(tmp_path: Path) -> None:
+    """As the plan says, peer by peer; nothing is left to either end to find out."""
+    with written(tmp_path) as (state, record):
+        pairs = tuple(
+            msgspec.structs.replace(pair, transport=Transport.NIXL) for pair in record.plan.pairs
+        )
+        plan = msgspec.structs.replace(record.plan, pairs=pairs)
+        orders = Orders(msgspec.structs.replace(record, plan=plan), state, "local", environ={})
+        assert orders.assignment(plan.replica("p0")).transports == {"d0": Transport.NIXL}
+        assert orders.assignment(plan.replica("d0")).transports == {"p0": Transport.NIXL}
 
 
 def test_an_encrypted_clusters_replicas_share_one_certificate(tmp_path: Path) -> None:

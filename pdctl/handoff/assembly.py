@@ -41,12 +41,15 @@ class Assembly:
             raise self._out_of_order(header)
         self._came[at] = after
 
+    @property
+    def whole(self) -> bool:
+        """Every layer of every page came: the last page has no more of them than any other."""
+        return not self._came or self._came[-1] == self._layers
+
     def complete(self, end: End) -> int | None:
         """The first token where it was wanted; raises ProtocolViolation where any page or the
         token is missing."""
-        # the last page has no more layers than any other
-        whole = not self._came or self._came[-1] == self._layers
-        if not whole or end.pages != self.pages:
+        if not self.whole or end.pages != self.pages:
             raise ProtocolViolation(f"the end of {end.pages} pages came, {self._due()}")
         if (end.first_token is not None) != self._first_token:
             raise ProtocolViolation("the first token was wanted and missing, or the reverse")

@@ -32,8 +32,8 @@ log = logging.getLogger("pdctl.handoff")
 
 Result = TypeVar("Result")
 
-TAKEN_EVERY = 8
-"""Pieces: how often the sender of many learns that they were read."""
+TAKEN_EVERY = 32
+"""Pieces: how often the sender of many learns that they were read, before the last one."""
 EXPLAINED_S = 1.0
 """How long a sender's Abort may take, of a room whose memory it uses for something else."""
 
@@ -100,7 +100,8 @@ class Reading:
             self._hear_why(link)
             raise
         new = pulls.taken - self._told_taken
-        if new >= TAKEN_EVERY or (new and pulls.idle):
+        last = pulls.idle and self._assembly is not None and self._assembly.whole
+        if new >= TAKEN_EVERY or (new and last):
             self._told_taken = pulls.taken
             self._inbound.on(Event.TAKEN)
             link.send(wire.Taken(pieces=pulls.taken), self._room)

@@ -39,6 +39,8 @@ from engines.vllm_replicas import OPTIONS  # isort: skip
 from engines.vllm_replicas import PYTHON as VLLM_PYTHON  # isort: skip
 
 LENGTHS = (51, 184, 400, 744, 1100, 1500)
+SHORT = 200
+"""Up to this length twice as many rounds: some milliseconds scatter by as many."""
 WORSE, CELLS, OFF = 1.05, 0.95, 0.25
 PAIR, ALONE, AUTO = "p0>d0", "d0", "auto"
 STEPS = {"mlx": ("prefill_step_size", 128, 16), "vllm": ("max_num_batched_tokens", 512, 64)}
@@ -174,7 +176,8 @@ def measured(
         forecast = planned(cluster)
         cells = []
         for at, tokens in enumerate(LENGTHS):
-            taken = asyncio.run(cell(cluster.url, tokens, rounds, 1000 * at))
+            more = rounds if tokens > SHORT else 2 * rounds
+            taken = asyncio.run(cell(cluster.url, tokens, more, 10_000 * at))
             cells.append(summed(rate, tokens, taken))
             print(json.dumps({k: v for k, v in cells[-1].items() if k != "samples_ms"}), flush=True)
         decisions = cluster.status()["decisions"]

@@ -2,8 +2,9 @@
 
 A request that had its replicas to itself is a sample of the curve. One that had to share them
 is none, but it tells, as all do, by how much the prediction of its moment was off; the median of
-the latest three of about this length corrects the next prediction (`drift`). So two slow answers
-in a row are followed and a single one is not. A drift that is not confirmed fades.
+the latest five of about this length corrects the next prediction (`drift`). So three slow answers
+are followed, and one or two are not; what is small is left to the curve. A drift that is not
+confirmed fades.
 
 Owned by the event loop; the clock (Unix seconds) is passed in.
 """
@@ -21,8 +22,9 @@ from pdctl.runtime.cost.curve import Curve, fit, medians
 from pdctl.runtime.cost.record import PathRecord, Sample, replicas_of
 
 RECENT = 12
-DRIFT_OF = 3
+DRIFT_OF = 5
 """Latest requests whose median is the drift."""
+SMALLEST_DRIFT = 1.15
 NEAR_OCTAVES = 1.0
 FADES_S = 30.0
 """Half-life of a drift that nothing confirms."""
@@ -124,6 +126,8 @@ class Book:
         near = [s for s in recent if abs(math.log2(s.tokens / tokens)) <= NEAR_OCTAVES]
         latest = (near if len(near) >= 2 else recent)[-DRIFT_OF:]
         found = _median([math.log(seen.seconds / curve.at(seen.tokens)) for seen in latest])
+        if abs(found) < math.log(SMALLEST_DRIFT):
+            return 1.0
         bound = math.log(LARGEST_DRIFT)
         age_s = max(0.0, now - latest[-1].at)
         return math.exp(max(-bound, min(bound, found)) * 0.5 ** (age_s / FADES_S))
@@ -150,8 +154,8 @@ class Book:
 
 
 def _median(values: list[float]) -> float:
-    """Of two, the one nearer to zero: one answer that is off must not move what is expected."""
-    if len(values) == 2:
-        low, high = sorted(values)
-        return 0.0 if low < 0 < high else min(values, key=abs)
-    return statistics.median(values)
+    """Of an even number, of the two in the middle the one nearer to zero: half of the answers
+    must not move what is expected."""
+    ordered = sorted(values)
+    low, high = ordered[(len(ordered) - 1) // 2], ordered[len(ordered) // 2]
+    return 0.0 if low < 0 < high else min(low, high, key=abs)

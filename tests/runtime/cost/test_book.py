@@ -36,22 +36,33 @@ def test_nothing_is_expected_of_what_was_not_measured() -> None:
     assert made.expected_s("d0", 100, 0.0) is None
 
 
-def test_one_slow_answer_changes_nothing_and_two_in_a_row_do() -> None:
+def test_two_slow_answers_of_five_change_nothing_and_three_do() -> None:
     made = book(*KNOWN)
     before = expected(made)
-    for _ in range(3):
-        made.seen("d0", 200, before, before, 100.0)
-    made.seen("d0", 200, 5 * before, before, 100.0)
+    for factor in (1, 5, 1, 5, 1):
+        made.seen("d0", 200, factor * before, before, 100.0)
     assert expected(made) == pytest.approx(before, rel=0.01)
-    made.seen("d0", 200, 5 * before, before, 100.0)
+    for _ in range(2):
+        made.seen("d0", 200, 5 * before, before, 100.0)
     assert expected(made) == pytest.approx(5 * before, rel=0.01)
 
 
-def test_of_two_answers_at_all_the_nearer_one_counts() -> None:
+def test_half_of_the_answers_change_nothing() -> None:
+    made = book(*KNOWN)
+    made.seen("d0", 200, 0.4, 0.4, 100.0)
+    made.seen("d0", 200, 4.0, 0.4, 100.0)
+    assert expected(made) == pytest.approx(0.4, rel=0.02)
     made = book(*KNOWN)
     made.seen("d0", 200, 4.0, 0.4, 100.0)
     made.seen("d0", 200, 0.8, 0.4, 100.0)
     assert expected(made) == pytest.approx(0.8, rel=0.02)
+
+
+def test_a_small_drift_is_left_to_the_curve() -> None:
+    made = book(*KNOWN)
+    for _ in range(5):
+        made.seen("d0", 200, 0.44, 0.4, 100.0)
+    assert made.drift("d0", 200, 100.0) == 1.0
 
 
 def test_a_drift_is_of_its_own_lengths() -> None:

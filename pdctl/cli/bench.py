@@ -21,7 +21,7 @@ from pdctl.runtime.bench.goodput import objectives
 from pdctl.runtime.bench.links import Link, measure_links
 from pdctl.runtime.bench.measure import Place, Results
 from pdctl.runtime.bench.prompts import PromptSource
-from pdctl.runtime.bench.report import points_of, table
+from pdctl.runtime.bench.report import points_of
 from pdctl.runtime.bench.resume import Earlier, earlier, in_order, place_of, places, setting_of
 from pdctl.runtime.bench.session import run_of, sweep
 from pdctl.runtime.bench.settings import (
@@ -33,6 +33,7 @@ from pdctl.runtime.bench.settings import (
 )
 from pdctl.runtime.bench.summary import Point, Run
 from pdctl.runtime.bench.target import Target, running, tokenizer_directory
+from pdctl.runtime.bench.terminal import tables
 from pdctl.runtime.hosts.reach import Hosts
 
 INTERRUPTED = 130
@@ -232,4 +233,4 @@ def _show(points: tuple[Point, ...], results: Results, *, as_json: bool) -> None
     if as_json:
         render.print_json({"interrupted": results.interrupted, "points": points})
     elif points:
-        render.stdout().print(table(points))
+        render.stdout().print(tables(points))

@@ -11,7 +11,8 @@ measure    the order of it all
 session    one sweep, until it is done or interrupted; watch: its progress
 goodput    requests per second within the objectives
 summary    pure arithmetic: from samples to points; marks: what makes a point doubtful
-report     tables; page: the report as HTML, of plots (SVG) and markup (escaped)
+report     tables; terminal: as it shows them; page: the report as HTML, of plots (SVG) and
+           markup (escaped)
 folder     result files, written whole; resume: which of them need not be measured again;
            compare: two folders side by side
 """

@@ -1,17 +1,16 @@
-"""Tables for people: on the terminal and in Markdown."""
+"""Tables for people, as rows of text; and in Markdown."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
-
 from pdctl.runtime.bench.columns import Column
 from pdctl.runtime.bench.measure import Place, Results, Turn
 from pdctl.runtime.bench.summary import Point, Run, point
 
+KEYS = ("tokens", "conc.", "path")
+"""Headers of what names a point in the second table."""
+TIMES = ("TTFT ms", "p95", "floor", "over local", "ITL ms", "TPOT ms", "E2EL ms")
 MARKED = "†"
 ABSENT = "–"
 
@@ -63,24 +62,6 @@ def points_of(
         for place, cells in results.turns.items()
         for column in columns
     )
-
-
-def table(points: Sequence[Point]) -> RenderableType:
-    """For the terminal: median TTFT by length and path, then every metric, then the marks."""
-    headers, rows = matrix(points)
-    medians = Table(title="median TTFT (ms)", title_justify="left")
-    names, cells = details(points)
-    metrics = Table(title="per request, medians", title_justify="left")
-    for name in headers:
-        medians.add_column(name, justify="right", no_wrap=True)
-    for row in rows:
-        medians.add_row(*row)
-    for name in names:
-        metrics.add_column(name, justify="left" if name == "path" else "right")
-    for row in cells:
-        metrics.add_row(*row)
-    lines = [*link_lines(points), *remarks(points)]
-    return Group(medians, metrics, *(Text(line) for line in lines))
 
 
 def markdown(run: Run, points: Sequence[Point]) -> str:

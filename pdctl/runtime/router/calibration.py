@@ -53,6 +53,7 @@ class Calibrated:
 
     Args:
         refresh: brings fresh counters into the roster, bounded.
+        store: keeps what was measured; called before the path takes traffic.
     """
 
     def __init__(
@@ -61,8 +62,10 @@ class Calibrated:
         relay: Relay,
         roster: Roster,
         refresh: Callable[[], Awaitable[bool]],
+        store: Callable[[], Awaitable[None]],
     ) -> None:
         self._canary = canary
+        self._store = store
         self._relay = relay
         self._roster = roster
         self._refresh = refresh
@@ -77,6 +80,7 @@ class Calibrated:
                 await self._measure(way)
             except RequestFailed as failure:
                 log.warning("not measured path=%s %s", way.text, failure.message)
+        await self._store()
         if self._roster.incarnations(path) != incarnations or self._roster.closed_cause(path):
             return None
         return verdict

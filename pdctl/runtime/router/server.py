@@ -75,7 +75,9 @@ class Router:
             self.link.on_assignment = partial(self._adopt, relay)
             keeping = Keeping(self.assignment.costs_path, relay.judge)
             await keeping.load()
-            canary = Calibrated(Canary(relay, self.roster), relay, self.roster, self.link.refresh)
+            canary = Calibrated(
+                Canary(relay, self.roster), relay, self.roster, self.link.refresh, keeping.store
+            )
             front = Front(
                 relay, self.roster, self.meter, self.link.refresh, self.assignment.api_key
             )

@@ -197,6 +197,7 @@ async def test_what_was_measured_is_kept_and_not_measured_again(tmp_path: Path) 
     for _ in range(2):
         async with cluster("p0 d0", disaggregate=AUTO, costs_path=str(file), set_up=counting) as c:
             served.append(c["d0"].served)
+            assert decode(file.read_bytes()).paths.keys() == {"p0>d0", "d0"}
         assert file.stat().st_mode & 0o777 == 0o600
         kept = decode(file.read_bytes()).paths
         assert kept.keys() == {"p0>d0", "d0"}

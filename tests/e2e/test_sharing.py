@@ -54,11 +54,11 @@ def ask(cluster: Cluster, prompt: str, path: str, **more: Any) -> tuple[str, int
     return body["choices"][0]["text"], details.get("cached_tokens", 0)
 
 
-def publish(cluster: Cluster, prompt: str, path: str, **more: Any) -> str:
-    """Asks, and waits until the replica has stored the prompt."""
-    before = replica(cluster, path)["stored_pages"]
+def publish(cluster: Cluster, prompt: str, path: str, tokens: int, **more: Any) -> str:
+    """Asks for a prompt that is new, and waits until the replica has stored it."""
+    stored = replica(cluster, path)["stored_pages"] + -(-tokens // 64)
     text, _ = ask(cluster, prompt, path, **more)
-    cluster.wait("its pages", lambda: replica(cluster, path)["stored_pages"] > before)
+    cluster.wait("its pages", lambda: replica(cluster, path)["stored_pages"] >= stored)
     return text
 
 
@@ -66,7 +66,7 @@ def test_a_document_is_computed_once(shared: Cluster, model_dir: Path) -> None:
     """What o0 computed, o1 takes: all but the last token of the same prompt, and every shared
     full page of another question; the text is what it is without sharing."""
     document = exact_prompt(model_dir, 700, seed=1)
-    expected = publish(shared, document, "o0")
+    expected = publish(shared, document, "o0", 700)
     assert ask(shared, document, "o1") == (expected, 699)
     question = document[: len(document) // 2] + exact_prompt(model_dir, 60, seed=2)
     text, cached = ask(shared, question, "o1")
@@ -85,7 +85,7 @@ def test_salted_requests_share_with_their_own_tenant_alone(
     """R48: `cache_salt` goes through the router, and neither the store nor a replica's own
     prefixes cross it."""
     prompt = exact_prompt(model_dir, 300, seed=3)
-    publish(shared, prompt, "o0", cache_salt="a")
+    publish(shared, prompt, "o0", 300, cache_salt="a")
     assert ask(shared, prompt, "o1", cache_salt="b")[1] == 0
     assert ask(shared, prompt, "o0")[1] < 64
     assert ask(shared, prompt, "o1", cache_salt="a")[1] == 299
@@ -95,7 +95,7 @@ def test_the_store_stays_within_its_budget(shared: Cluster, model_dir: Path) -> 
     """Twice as many documents as it holds: the oldest go, and its process has the memory of
     its budget."""
     for seed in range(10, 16):
-        publish(shared, exact_prompt(model_dir, 700, seed), "o0")
+        publish(shared, exact_prompt(model_dir, 700, seed), "o0", 700)
     seen = store(shared)
     assert seen["pages"] <= PAGES
     assert seen["used_bytes"] <= seen["budget_bytes"] == PAGES * 128 * 1024

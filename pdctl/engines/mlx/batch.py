@@ -166,7 +166,7 @@ class Batch:
         self._imported.clear()
 
     def _computed(self, call: Call, caches: list[Any], row: int, positions: int) -> None:
-        if isinstance(call.leg, PrefillLeg):
+        if isinstance(call.leg, PrefillLeg | SharedPrefix):
             call.leg.computed(caches, row, positions)
 
     def _progressed(self, call: Call, progress: Any) -> None:
@@ -180,7 +180,7 @@ class Batch:
                 self._send(call, first)
                 self._sent_early.add(progress.uid)
             if isinstance(call.leg, SharedPrefix):
-                call.leg.computed(first.caches, first.row)
+                call.leg.computed(first.caches, first.row, len(call.prompt.tokens))
         elif progress.end_of_segment and call.keeps_prefix and call.prompt.segment_kinds:
             caches, tokens = self._generator.extract_cache([progress.uid])[progress.uid]
             self._keep_prefix(call, tokens[:], caches, call.prompt.segment_kinds.pop(0))

@@ -29,8 +29,10 @@ class SharedPrefix:
         self._store = store
         self._prompt = store.prompt(call.prompt.tokens, call.salt)
         self._granted = threading.Event()
+        self._keys = self._prompt.stored()
         self._stored = 0
-        """Leading full pages that the store had when it was asked."""
+        """Leading pages that the store has, or was given."""
+        self._gave_up = False
         self.positions = 0
         self.memory: ImportedCache | None = None
         """What was taken from the store: `positions` of them."""
@@ -77,25 +79,33 @@ class SharedPrefix:
         self.memory = memory
         self._granted.set()
 
-    def computed(self, caches: list[Any], row: int) -> None:
-        """Loop's thread, once: the whole prompt stands in the caches."""
+    def computed(self, caches: list[Any], row: int, positions: int) -> None:
+        """Loop's thread, after a step: `positions` of the prompt stand in the caches."""
+        if self._gave_up:
+            return
         try:
-            self._publish(caches, row)
-        # the answer goes on; the prompt is not stored (R35)
+            self._publish(caches, row, positions)
+        # the answer goes on; the rest of the prompt is not stored (R35)
         except Exception:
             log.exception("a prompt could not be stored")
+            self._gave_up = True
 
-    def _publish(self, caches: list[Any], row: int) -> None:
-        """Copies what the store has not; another thread puts it there."""
-        keys, count = self._prompt.stored(), len(self._call.prompt.tokens)
-        if self._stored >= len(keys):
+    def _publish(self, caches: list[Any], row: int, positions: int) -> None:
+        """Copies the pages that are complete and not in the store, at the end the tail too;
+        another thread puts them there."""
+        keys, count = self._keys, len(self._call.prompt.tokens)
+        stop = len(keys) if positions >= count else positions // PAGE_TOKENS
+        if stop <= self._stored:
             return
-        start = self._stored * PAGE_TOKENS
+        start, end = self._stored * PAGE_TOKENS, min(count, stop * PAGE_TOKENS)
         dtype = MLX_DTYPES[self._engine.contract.dtype]
-        piece = read_positions(caches, row, start, count, dtype)
-        pages = [piece[:, :, at : at + PAGE_TOKENS] for at in range(0, count - start, PAGE_TOKENS)]
+        piece = read_positions(caches, row, start, end, dtype)
+        pages = [piece[:, :, at : at + PAGE_TOKENS] for at in range(0, end - start, PAGE_TOKENS)]
         parent = keys[self._stored - 1] if self._stored else None
-        self._store.publish_soon(keys[self._stored :], pages, parent=parent)
+        self._gave_up = not self._store.publish_soon(
+            keys[self._stored : stop], pages, parent=parent
+        )
+        self._stored = stop
 
     def release(self, error: BaseException | None) -> None:
         self._engine.slots.give_back(self)

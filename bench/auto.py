@@ -3,7 +3,7 @@
 A prefill and a decode replica of one engine on this machine, launched by `pdctl up` as a user does,
 once per rate of an emulated link (the data plane's sockets are paced, SO_MAX_PACING_RATE). The
 decode replica computes prompts in smaller steps and is slower at it, so that either path may win.
-For each prompt length rounds of three streamed requests, in turning order: pinned to the decode
+For each prompt length rounds of three streamed requests, in every order in turn: pinned to the decode
 replica alone, pinned to the pair, and not pinned (`auto`). No two prompts are alike, prompt caches
 are off. A cell is one rate and one length; its figures are medians of the time from the request to
 the first event, at the client. Every request refines the costs, pinned ones too, as it would for
@@ -13,13 +13,14 @@ Targets: `auto` is at most 1.05 × the better of the two in at least 95 % of the
 `pdctl plan` predicts right after `up`, and what the router expects of a path when it decides, are
 off by at most 25 % in the median.
 
-    python bench/auto.py [--engine mlx] [--rates 20,117,1150] [--rounds 21] [--output DIR]
+    python bench/auto.py [--engine mlx] [--rates 20,117,1150] [--rounds 24] [--output DIR]
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import re
 import statistics
@@ -43,7 +44,7 @@ SHORT = 200
 """Up to this length twice as many rounds: some milliseconds scatter by as many."""
 WORSE, CELLS, OFF = 1.05, 0.95, 0.25
 PAIR, ALONE, AUTO = "p0>d0", "d0", "auto"
-STEPS = {"mlx": ("prefill_step_size", 128, 16), "vllm": ("max_num_batched_tokens", 512, 64)}
+STEPS = {"mlx": ("prefill_step_size", 128, 32), "vllm": ("max_num_batched_tokens", 512, 64)}
 """Option, and what the prefill and the decode replica have of it, in tokens."""
 MODEL = "tiny"
 
@@ -128,12 +129,12 @@ async def asked(http: aiohttp.ClientSession, url: str, prompt: str, pin: str | N
 
 
 async def cell(url: str, tokens: int, rounds: int, seed: int) -> dict[str, list[Taken]]:
-    """Rounds at one length; who comes first turns."""
+    """Rounds at one length, in every order: what ran before leaves warm and cold cores."""
     taken: dict[str, list[Taken]] = {AUTO: [], ALONE: [], PAIR: []}
+    orders = list(itertools.permutations(taken))
     async with aiohttp.ClientSession() as http:
         for turn in range(rounds):
-            order = list(taken)[turn % 3 :] + list(taken)[: turn % 3]
-            for place, name in enumerate(order):
+            for place, name in enumerate(orders[turn % len(orders)]):
                 prompt = tiny.digits(tokens, seed + 10 * turn + place)
                 pin = None if name == AUTO else name
                 taken[name].append(await asked(http, url, prompt, pin))
@@ -204,7 +205,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--engine", choices=sorted(STEPS), default="mlx")
     parser.add_argument("--rates", default="20,117,1150", help="MB/s, with commas between them")
-    parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--rounds", type=int, default=24)
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
     cells: list[dict[str, Any]] = []

@@ -123,7 +123,7 @@ async def test_a_queue_on_the_decode_replica_is_followed_at_once() -> None:
 
 async def pinned(c: Cluster, path: str) -> None:
     async with c.http.post(
-        c.url("/v1/chat/completions"), json=CHAT, headers={"x-pdctl-path": path}
+        c.url("/v1/chat/completions"), json=STREAM, headers={"x-pdctl-path": path}
     ) as answer:
         await answer.read()
 

@@ -19,6 +19,7 @@ from pdctl.trace import monotonic_s
 log = logging.getLogger("pdctl.store")
 
 MAX_CONNECTIONS = 512
+ACCEPT_AGAIN_S = 1.0
 BROKEN = (OSError, msgspec.DecodeError)
 
 
@@ -104,8 +105,14 @@ class LocalServer:
                 readable, _, _ = select.select([self._listening, self._woken], [], [])
                 if self._woken in readable:
                     return
-                connection, _ = self._listening.accept()
-                self._welcome(connection)
+                try:
+                    connection, _ = self._listening.accept()
+                except OSError as error:
+                    # too many open files, say: whoever is connected is served on
+                    log.warning("no connection can be taken: %s", error)
+                    select.select([self._woken], [], [], ACCEPT_AGAIN_S)
+                else:
+                    self._welcome(connection)
 
     def _welcome(self, connection: socket.socket) -> None:
         with self._lock:

@@ -52,13 +52,14 @@ def on_far(record: ClusterRecord, python: str) -> ClusterRecord:
     """The same cluster with both replicas on a host "far", and the keeper elsewhere."""
     plan = record.plan
     replicas = tuple(msgspec.structs.replace(r, host="far") for r in plan.replicas)
+    stores = tuple(msgspec.structs.replace(s, host="far") for s in plan.stores)
     ports = {**plan.agent_ports, "far": plan.agent_ports["local"]}
     topology = record.topology
     far = Host(name="far", ssh="far", python=python)
     hosts = {**topology.hosts, "far": far}
     return msgspec.structs.replace(
         record,
-        plan=msgspec.structs.replace(plan, replicas=replicas, agent_ports=ports),
+        plan=msgspec.structs.replace(plan, replicas=replicas, agent_ports=ports, stores=stores),
         topology=msgspec.structs.replace(topology, hosts=hosts),
     )
 
@@ -72,9 +73,9 @@ async def running(outpost: Outpost) -> AsyncIterator[None]:
 
 
 @asynccontextmanager
-async def held(folder: Path, *, found: bool = False) -> AsyncIterator[Held]:
+async def held(folder: Path, *, found: bool = False, **options: object) -> AsyncIterator[Held]:
     """With `found`, the agent there was started by an earlier keeper."""
-    with written(folder) as (state, local):
+    with written(folder, **options) as (state, local):
         record = on_far(local, local.topology.hosts["local"].python or "")
         host = NearbyHost("far", folder / "far")
         changed = [anyio.Event()]
@@ -109,6 +110,28 @@ async def test_it_starts_an_agent_there_and_shows_its_replicas(tmp_path: Path) -
         place = tmp_path / "far" / far.record.cluster / "hosts" / "far"
         assert {p.name for p in place.iterdir()} >= {"key", "cluster.json", "logs"}
         assert all(p.stat().st_mode & 0o077 == 0 for p in place.iterdir())
+        await far.outpost.shut_down()
+        await until("nothing is left", lambda: process.marked(far.record.run) == [])
+
+
+@pytest.mark.engine
+async def test_its_page_store_is_shown_while_it_is_reached(tmp_path: Path) -> None:
+    """Planned, then as its own agent has it, then out of reach."""
+    roles = {"o0": "both", "o1": "both"}
+    async with held(tmp_path, roles=roles, sharing="[sharing]") as far:
+        assert [store.state for store in far.outpost.stores()] == ["stopped"]
+        await far.until("ready")
+        with anyio.fail_after(30):
+            while far.outpost.stores()[0].state != "ready":
+                await far.changed[-1].wait()
+        (store,) = far.outpost.stores()
+        assert (store.name, store.host) == ("store-far", "far")
+        assert store.pid is not None
+        far.host.sever()
+        await far.until("unreachable")
+        assert far.outpost.stores()[0].state == "unreachable"
+        far.host.mend()
+        await far.until("ready")
         await far.outpost.shut_down()
         await until("nothing is left", lambda: process.marked(far.record.run) == [])
 

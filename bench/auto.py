@@ -3,11 +3,11 @@
 A prefill and a decode replica of one engine on this machine, launched by `pdctl up` as a user does,
 once per rate of an emulated link (the data plane's sockets are paced, SO_MAX_PACING_RATE). The
 decode replica computes prompts in smaller steps and is slower at it, so that either path may win.
-For each prompt length rounds of three streamed requests, in every order in turn: pinned to the decode
-replica alone, pinned to the pair, and not pinned (`auto`). No two prompts are alike, prompt caches
-are off. A cell is one rate and one length; its figures are medians of the time from the request to
-the first event, at the client. Every request refines the costs, pinned ones too, as it would for
-a user.
+For each prompt length rounds of three streamed requests, in every order in turn: pinned to the
+decode replica alone, pinned to the pair, and not pinned (`auto`). No two prompts are alike, prompt
+caches are off; up to 200 tokens there are twice as many rounds. A cell is one rate and one length;
+its figures are medians of the time from the request to the first event, at the client. Every
+request refines the costs, pinned ones too, as it would for a user.
 
 Targets: `auto` is at most 1.05 × the better of the two in at least 95 % of the cells; what
 `pdctl plan` predicts right after `up`, and what the router expects of a path when it decides, are

@@ -12,6 +12,8 @@ Owned by the event loop; the clock (any, in seconds) is passed in.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import msgspec
 
 from pdctl.runtime.cost.record import replicas_of
@@ -41,6 +43,19 @@ class Pending(msgspec.Struct, eq=False):
     @property
     def computes_on(self) -> str:
         return replicas_of(self.path)[0]
+
+
+class Waits(NamedTuple):
+    """What a request on some path waits for, as of one moment; seconds."""
+
+    computing_s: float
+    """For the replica that computes its prompt."""
+    decode_s: float
+    """For the decode replica of a pair, meanwhile."""
+
+    def total_s(self, alone_s: float) -> float:
+        """The time to the first token of one that takes `alone_s` where nothing waits."""
+        return max(self.computing_s + alone_s, self.decode_s)
 
 
 class Queues:
@@ -92,12 +107,10 @@ class Queues:
             return max(first.cost_s + behind_s - spent_s, least_s)
         return max(first.cost_s - spent_s, least_s) + behind_s
 
+    def waits(self, path: str, now_s: float) -> Waits:
+        computing, *decode = replicas_of(path)
+        decode_s = max((self.wait_s(name, now_s) for name in decode), default=0.0)
+        return Waits(self.wait_s(computing, now_s), decode_s)
+
     def _waiting(self, replica: str) -> list[Pending]:
         return [p for p in self._flying if not p.prompted and p.computes_on == replica]
-
-
-def total_s(path: str, alone_s: float, queues: Queues, now_s: float) -> float:
-    """The time to the first token behind what is queued. A pair's two queues pass at once."""
-    computing, *decode = replicas_of(path)
-    waited_s = queues.wait_s(computing, now_s) + alone_s
-    return max([waited_s, *(queues.wait_s(name, now_s) for name in decode)])

@@ -18,7 +18,7 @@ from pdctl.handoff.counters import Histogram
 from pdctl.runtime.cost.book import Book
 from pdctl.runtime.cost.deciding import Decider, Decision, Option
 from pdctl.runtime.cost.lengths import TRIAL, Lengths
-from pdctl.runtime.cost.queues import Pending, Queues, total_s
+from pdctl.runtime.cost.queues import Pending, Queues, Waits
 from pdctl.runtime.cost.record import Costs, PathRecord, Sample, holds, identity
 from pdctl.runtime.router.delivery import Delivery
 from pdctl.runtime.router.members import Roster
@@ -113,7 +113,7 @@ class Judge:
     def _option(self, path: Path, ask: Ask, tokens: int, now_s: float) -> Option:
         left = max(1, tokens - self._held(path.prefill or path.decode, ask))
         alone_s = self.book.expected_s(path.text, left, time.time())
-        behind_s = None if alone_s is None else total_s(path.text, alone_s, self.queues, now_s)
+        behind_s = None if alone_s is None else self.queues.waits(path.text, now_s).total_s(alone_s)
         return Option(path=path.text, total_s=behind_s)
 
     def expected_s(self, path: str, tokens: int) -> float | None:
@@ -126,30 +126,20 @@ class Judge:
     def timing(self, path: Path, ask: Ask, delivery: Delivery) -> Iterator[Timed]:
         """Times one try; what it took is kept where the block ends without an error."""
         name, tokens, now_s = path.text, self.lengths.tokens(ask.body), monotonic_s()
-        cost_s, expected_s = self._costs(name, tokens, now_s) if self.decides else (0.0, 0.0)
+        waits = self.queues.waits(name, now_s)
+        cost_s = self.expected_s(name, tokens) if self.decides else None
         tells = ask.stream or path.prefill is not None
-        pending = self.queues.enter(name, tokens, cost_s, now_s, tells=tells)
+        pending = self.queues.enter(name, tokens, cost_s or 0.0, now_s, tells=tells)
         timed = Timed(delivery, lambda: self.queues.first_token(pending, monotonic_s()))
         try:
             yield timed
             tells = ask.purpose is not Purpose.CANARY and not timed.has_recomputed
             if tells and timed.first_s is not None:
-                self._keep(path, ask, timed, pending, expected_s)
+                self._keep(path, ask, timed, pending, waits)
         finally:
             self.queues.leave(pending, monotonic_s())
 
-    def _costs(self, path: str, tokens: int, now_s: float) -> tuple[float, float]:
-        """What its prompt is expected to take to compute, and what the curve alone says of its
-        first token behind what is queued; zeros where nothing was measured."""
-        curve = self.book.curve(path)
-        if curve is None:
-            return 0.0, 0.0
-        cost_s = self.book.expected_s(path, tokens, time.time()) or 0.0
-        return cost_s, total_s(path, curve.at(tokens), self.queues, now_s)
-
-    def _keep(
-        self, path: Path, ask: Ask, timed: Timed, pending: Pending, expected_s: float
-    ) -> None:
+    def _keep(self, path: Path, ask: Ask, timed: Timed, pending: Pending, waits: Waits) -> None:
         computed = timed.usage if path.prefill is None else timed.prefill_usage
         counted = (computed.prompt_tokens if computed else 0) or (
             timed.usage.prompt_tokens if timed.usage else 0
@@ -163,7 +153,9 @@ class Judge:
         cached = computed.cached_tokens if computed else 0
         if ttft_s is None or cached > CACHED_SHARE * tokens:
             return
-        if expected_s:
+        curve = self.book.curve(path.text) if self.decides else None
+        if curve is not None:
+            expected_s = waits.total_s(curve.at(tokens))
             self.book.seen(path.text, tokens, ttft_s, expected_s, time.time())
         if pending.quiet:
             sample = Sample(tokens=tokens, ttft_s=ttft_s, at=time.time())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdctl.runtime.cost.queues import OVERDUE, Queues, total_s
+from pdctl.runtime.cost.queues import OVERDUE, Queues
 
 
 def test_an_idle_replica_makes_nobody_wait() -> None:
@@ -55,9 +55,9 @@ def test_a_pairs_two_queues_pass_at_once() -> None:
     """Its decode replica must be free by the time that the pages are there, and no sooner."""
     queues = Queues()
     queues.enter("d0", 100, 3.0, 0.0)
-    assert total_s("p0>d0", 1.0, queues, 0.0) == pytest.approx(3.0)
-    assert total_s("p0>d0", 5.0, queues, 0.0) == pytest.approx(5.0)
-    assert total_s("d0", 1.0, queues, 0.0) == pytest.approx(4.0)
+    assert queues.waits("p0>d0", 0.0).total_s(1.0) == pytest.approx(3.0)
+    assert queues.waits("p0>d0", 0.0).total_s(5.0) == pytest.approx(5.0)
+    assert queues.waits("d0", 0.0).total_s(1.0) == pytest.approx(4.0)
 
 
 def test_a_request_is_quiet_where_nothing_shared_its_replicas_before_its_first_token() -> None:

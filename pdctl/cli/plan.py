@@ -19,7 +19,7 @@ from pdctl.runtime.checks.validation import validate as run
 from pdctl.runtime.cluster.placement import agent_command
 from pdctl.runtime.cluster.state import StateDir, own_plan
 from pdctl.runtime.hosts.ssh import far_end_argv
-from pdctl.topology.model import Topology
+from pdctl.topology.model import Role, Topology
 from pdctl.topology.plan import Plan
 from pdctl.topology.sizes import approximate_size
 
@@ -125,7 +125,9 @@ def _show(
     for pair in plan.pairs:
         console.print(f"pair {pair.path}  {pair.transport}  ({pair.reason})")
     for store in plan.stores:
-        line = f"page store of {store.host}: {approximate_size(store.buffer_bytes)} of memory"
+        names = [r.name for r in plan.replicas if r.role is Role.BOTH and r.host == store.host]
+        size = approximate_size(store.buffer_bytes)
+        line = f"page store of {store.host}: {size} of memory, for {', '.join(names)}"
         if store.data_port is not None:
             line += f", other hosts' dial {store.data_host}:{store.data_port}"
         console.print(line, soft_wrap=True)

@@ -20,7 +20,7 @@ from pdctl.errors import HandoffCancelled, HandoffError
 from pdctl.handoff.receiver import Receiver
 from pdctl.handoff.sender import Sender
 from pdctl.handoff.store.interface import PageStore
-from pdctl.topology.model import OnFailure, Role
+from pdctl.topology.model import PAGE_TOKENS, OnFailure, Role
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
@@ -148,14 +148,18 @@ class Admission:
             raise refused(f"logit_bias names a token outside [0, {vocabulary})", "logit_bias")
         call.args.max_tokens = max(1, min(call.args.max_tokens, limit - count))
 
+    def _start_alone(self, call: Call) -> None:
+        """A prompt within one page is not shared: it would take a page to save less of one."""
+        if self._store is None or not call.keeps_prefix or len(call.prompt.tokens) <= PAGE_TOKENS:
+            self._engine.insert(call)
+            return
+        shared = SharedPrefix(self._engine, call, self._store)
+        call.leg = shared
+        shared.start()
+
     def _start(self, call: Call, leg: Leg | None, role: Role | None) -> None:
         if leg is None or role is None:
-            if self._store is None or not call.keeps_prefix:
-                self._engine.insert(call)
-                return
-            shared = SharedPrefix(self._engine, call, self._store)
-            call.leg = shared
-            shared.start()
+            self._start_alone(call)
         elif role is Role.PREFILL and self._sender is not None:
             sending = PrefillLeg(self._engine, call, leg, self._engine.contract.dtype)
             call.leg = sending

@@ -211,3 +211,11 @@ def test_a_client_that_leaves_frees_what_it_took(pair: list[Ordinary], host: Hos
     b.admission.cancel(call)
     until(lambda: b.board.read().requests_active == 0)
     until(lambda: host.shelves.counts().loans == 0)
+
+
+def test_a_prompt_within_one_page_is_not_shared(pair: list[Ordinary]) -> None:
+    """It would take a page of the store to save less than one."""
+    a, b = pair
+    a.answer(prompt_of(0)[:64])
+    assert b.answer(prompt_of(0)[:64])[1] == 0
+    assert a.count("stored_pages") == 0

@@ -64,7 +64,7 @@ class Admission:
         """
         role = self._role_of(asked.leg)
         call = self._prepare(request, args, asked)
-        self._check(call, role)
+        self._check(call)
         try:
             self._engine.enter(call)
         except HandoffError as error:
@@ -130,7 +130,7 @@ class Admission:
                 f"the prompt has {least} tokens or more; the context holds {limit}", "prompt"
             )
 
-    def _check(self, call: Call, role: Role | None) -> None:
+    def _check(self, call: Call) -> None:
         """mlx does not check indices: an id past the vocabulary would read foreign memory."""
         count = len(call.prompt.tokens)
         limit = self._engine.contract.positions.context_length
@@ -140,8 +140,6 @@ class Admission:
             raise refused("the prompt is empty", "prompt")
         if count > limit:
             raise refused(f"the prompt has {count} tokens; the context holds {limit}", "prompt")
-        if role is not None and count < 2:
-            raise refused("the prompt has 1 token; a handoff needs at least 2", "prompt")
         if not all(0 <= token < vocabulary for token in call.prompt.tokens):
             raise refused(f"the prompt has a token outside [0, {vocabulary})", "prompt")
         if not all(0 <= token < vocabulary for token in biased):

@@ -126,6 +126,15 @@ def test_a_native_replica_opens_no_end_of_pdctl_s_own(role: Role) -> None:
     assert terms_of(CONTRACT, native=True)["transports"] == ["native"]
 
 
+def test_sglang_s_own_handoff_carries_the_first_token_s_log_probability() -> None:
+    """Decode shows prefill's, which must have been asked for it; pdctl's own carries none."""
+    asked = {"logprobs": 10, "top_logprobs": 2, "echo": True}
+    own, other = (spec_for(Engine.SGLANG).prefill_body(asked, leg) for leg in (NATIVE_LEG, LEG))
+    assert {"logprobs", "top_logprobs"} <= own.keys()
+    assert not {"logprobs", "top_logprobs", "echo"} & other.keys()
+    assert "echo" not in own
+
+
 def test_sglang_s_legs_meet_at_its_bootstrap_server() -> None:
     """Both at once, as with pdctl's own handoff."""
     spec = spec_for(Engine.SGLANG)

@@ -59,6 +59,9 @@ NOT_ON_PREFILL = (
 )
 """What constrains the first token stays: a decode replica of SGLang takes it as it is."""
 
+RANKED = {"logprobs", "top_logprobs"}
+"""SGLang's own handoff carries them for the first token, and what decode shows is taken from it."""
+
 NOT_WITH_A_HANDOFF = {
     "echo": "the decode replica never computes the prompt",
     "return_hidden_states": "the decode replica never computes the prompt",
@@ -133,7 +136,8 @@ class SglangSpec:
         )
 
     def prefill_body(self, body: dict[str, Any], leg: Leg) -> dict[str, Any]:
-        return {**one_token(body, NOT_ON_PREFILL), **_fields(body, leg)}
+        dropped = set(NOT_ON_PREFILL) - RANKED if leg.native else NOT_ON_PREFILL
+        return {**one_token(body, dropped), **_fields(body, leg)}
 
     def decode_body(
         self, body: dict[str, Any], leg: Leg, prefilled: bytes | None = None

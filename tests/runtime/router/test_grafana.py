@@ -25,6 +25,7 @@ async def shown() -> dict[str, set[str]]:
         assert (await c.ask(CHAT)).status == 200
         c["d0"].on["decode"] = fails(502, "gone", "peer_lost")
         assert (await c.ask(CHAT)).status == 502
+        c.router.meter.decided("p0>d0", "faster")
         text = await (await c.http.get(c.url("/metrics"))).text()
     samples = re.findall(r"^(pdctl_\w+)(?:\{(.*)\})? ", text, re.MULTILINE)
     return {name: set(re.findall(r'(\w+)="', labels)) for name, labels in samples}

@@ -71,7 +71,7 @@ class Judge:
         self._handoffs: dict[str, int] = {}
         """P → handoffs that it had counted at the last look."""
         self._sampled: dict[str, list[str]] = {}
-        """P → paths of the samples since then."""
+        """P → paths of the samples since then, two of them: more than one tell nothing."""
         self.adopt(assignment)
 
     def adopt(self, assignment: RouterAssignment) -> None:
@@ -160,7 +160,9 @@ class Judge:
         if pending.quiet:
             sample = Sample(tokens=tokens, ttft_s=ttft_s, at=time.time())
             self.book.sampled(path.text, sample)
-            self._sampled.setdefault(path.prefill or "", []).append(path.text)
+            if path.prefill is not None:
+                since = self._sampled.setdefault(path.prefill, [])
+                since[:] = [*since[-1:], path.text]
             if self.decides:  # fitted now, not while the next request waits for it
                 self.book.curve(path.text)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 from pdctl.runtime.bench.columns import Column
@@ -91,7 +92,8 @@ def details(points: Sequence[Point]) -> tuple[list[str], list[list[str]]]:
 
 
 def remarks(points: Sequence[Point]) -> list[str]:
-    """One sentence per mark, and per cell that is incomplete or was measured again."""
+    """One sentence per mark, and per cell that is incomplete, was measured again, or lies under
+    its floor."""
     lines: list[str] = []
     for p in points:
         cell = f"{p.pd_path} at {p.pd_input_len} tokens"
@@ -103,6 +105,12 @@ def remarks(points: Sequence[Point]) -> list[str]:
         if p.pd_repeated_rounds:
             lines.append(
                 f"{cell}: {p.pd_repeated_rounds} rounds run again, since something disturbed them"
+            )
+        under = (p.pd_floor_ms or 0.0) - (p.median_ttft_ms or math.inf)
+        if under > 0:
+            lines.append(
+                f"{cell}: {under:.1f} ms under its floor, so that figures scatter by as much: "
+                "its prefill engine took longer alone"
             )
         if p.pd_short_outputs:
             lines.append(

@@ -13,7 +13,7 @@ from pdctl.runtime.bench.columns import required
 from pdctl.runtime.bench.links import Link
 from pdctl.runtime.bench.marks import Difference, first_difference
 from pdctl.runtime.bench.measure import Turn
-from pdctl.runtime.bench.report import markdown
+from pdctl.runtime.bench.report import markdown, remarks
 from pdctl.runtime.bench.status import Phase
 from pdctl.runtime.bench.strangers import Stranger
 from pdctl.runtime.bench.summary import Point, floor_ms, phase_means_ms, statistics
@@ -92,6 +92,15 @@ def test_pairs_over_one_link_share_a_line_of_the_report() -> None:
     text = markdown(RUN, (pair, other, slow))
     assert "- link of p0>d0, p0>d1: 117 MB/s, round trip 0.25 ms\n" in text
     assert "- link of p1>d0: 12 MB/s, round trip 0.25 ms\n" in text
+
+
+def test_a_pair_under_its_floor_says_that_figures_scatter() -> None:
+    """Rather than that it was quicker than can be."""
+    _, pair = good()
+    lower = msgspec.structs.replace(pair, median_ttft_ms=900.0)
+    assert remarks([pair]) == []
+    (line,) = remarks([lower])
+    assert line.startswith("p0>d0 at 66 tokens: 100.0 ms under its floor")
 
 
 def test_a_pair_says_what_it_takes_longer_than_decode_alone() -> None:

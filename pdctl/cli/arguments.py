@@ -52,7 +52,7 @@ ReplicaOrRouter = Annotated[
 ProcessNames = Annotated[
     list[str] | None,
     typer.Argument(
-        help='Replicas, "router", or "agent-HOST"; all of them by default.',
+        help='Replicas, "router", "agent-HOST" or "store-HOST"; all of them by default.',
         metavar="[REPLICA]...",
         autocompletion=completion.processes,
         show_default=False,

@@ -42,7 +42,8 @@ def ps(
     Counters are of this moment. "draining" takes no new request, and "active" says how many still
     run there; "backoff" and "failed" come with their cause. Where the cluster's agent does not
     answer, what its journal knows is shown instead, and the exit code is 1. Each host but the
-    router's has a row, as the router's host sees it: "clock" is that host's minus its own."""
+    router's has a row, as the router's host sees it: "clock" is that host's minus its own. So has
+    each page store, where prefix KV is shared: its pages, memory, and pages that are lent now."""
     state, record = running(topology)
     found = anyio.run(partial(status, state, record))
     if as_json:

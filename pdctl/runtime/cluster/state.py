@@ -92,7 +92,7 @@ class StateDir:
         return self.path / "logs"
 
     def log(self, name: str) -> Path:
-        """Of a replica, "router", or "agent-HOST"."""
+        """Of a replica, "router", "agent-HOST" or "store-HOST"."""
         return self.logs / f"{name}.log"
 
     def journal(self, host: str) -> Path:

@@ -17,7 +17,7 @@ class Trouble(NamedTuple):
 
     sentence: str
     log: str
-    """A replica's name, "router", or "agent-HOST"."""
+    """A replica's name, "router", "agent-HOST" or "store-HOST"."""
     host: str
     """Where that log lies; "" for the router's host."""
 

@@ -70,7 +70,7 @@ class Sharing:
     def seek(self, seek: Seek) -> Sharer:
         """Worker thread."""
         sharer = Sharer(self, seek)
-        sharer.start(seek)
+        sharer.start()
         return sharer
 
     def reachable(self, page: Patterns) -> Patterns:
@@ -107,7 +107,7 @@ class Sharer:
         self._saved: int | None = None
         """Pages that the store has, or gets; None: not known, or not to be pursued."""
 
-    def start(self, seek: Seek) -> None:
+    def start(self) -> None:
         self._sharing.store.hold_soon(self._prompt, self._told)
 
     def place(self, blocks: list[int], held_tokens: int, private: list[int]) -> None:

@@ -75,6 +75,12 @@ class Sharer(Side):
             self.step(export=[Export(request_id=name, blocks=held, positions=positions)])
         self.step(finish=[Finish(request_id=name, first_token=1)])
 
+    def give(self, ids: Sequence[int], salt: str = "") -> None:
+        """The store gets this prompt, of which it has nothing."""
+        assert self.seek(ids, salt) == 0
+        self.compute(ids, OTHERS)
+        self.stored(-(-len(ids) // 64))
+
     def fill(self, tokens: int, held: int, blocks: list[int]) -> set[int]:
         """Blocks that were not filled."""
         private = blocks[held // BLOCK : -(-tokens // BLOCK)]
@@ -113,9 +119,7 @@ def test_what_one_replica_computes_another_need_not(sharers: tuple[Sharer, Share
     """R25: all positions but the last, the partial tail's included; the rest is left alone."""
     a, b = sharers
     ids = list(range(200))
-    assert a.seek(ids) == 0
-    a.compute(ids, OTHERS)
-    a.stored(4)
+    a.give(ids)
     assert b.seek(ids) == 199
     last = b.cells(OURS, 199, 224)
     assert b.fill(199, 0, OURS) == set()
@@ -128,9 +132,7 @@ def test_another_question_reuses_the_pages_that_it_shares(sharers: tuple[Sharer,
     """Whole pages; what it adds is stored, and only that (R45)."""
     a, b = sharers
     first, second = list(range(200)), [*range(150), *range(900, 950)]
-    a.seek(first)
-    a.compute(first, OTHERS)
-    a.stored(4)
+    a.give(first)
     assert b.seek(second) == 128
     assert b.fill(128, 0, OURS) == set()
     b.compute(second, OURS)
@@ -145,9 +147,7 @@ def test_positions_of_the_own_prefix_cache_are_not_written(
     """R26: blocks that others share stay byte-identical."""
     a, b = sharers
     ids = list(range(200))
-    a.seek(ids)
-    a.compute(ids, OTHERS)
-    a.stored(4)
+    a.give(ids)
     b.seek(ids)
     before = b.cells(OURS, 0, 96)
     assert b.fill(199, 96, OURS) == set()
@@ -161,9 +161,7 @@ def test_pages_reach_a_gpu_through_memory_that_it_reads(
     """However little of it there is, no page is overwritten before it was read (R10)."""
     a, b = sharers
     ids = list(range(200))
-    a.seek(ids)
-    a.compute(ids, OTHERS)
-    a.stored(4)
+    a.give(ids)
     monkeypatch.setattr(sharing, "LOAD_BYTES", 1)
     gpu = Sharer(b.client, 3, Gpu(3))
     assert gpu.seek(ids) == 199
@@ -176,9 +174,7 @@ def test_salted_prompts_are_isolated(sharers: tuple[Sharer, Sharer]) -> None:
     """R48: the same tokens under another salt are a miss."""
     a, b = sharers
     ids = list(range(200))
-    a.seek(ids, salt="one")
-    a.compute(ids, OTHERS)
-    a.stored(4)
+    a.give(ids, salt="one")
     assert b.seek(ids, salt="two", name="two") == 0
     assert b.seek(ids, name="none") == 0
     assert b.seek(ids, salt="one", name="one") == 199
@@ -201,9 +197,7 @@ def test_a_store_that_dies_under_a_loan_leaves_its_blocks_to_be_computed(
     """What was copied may be of a page that another has written since."""
     a, b = sharers
     ids = list(range(200))
-    a.seek(ids)
-    a.compute(ids, OTHERS)
-    a.stored(4)
+    a.give(ids)
     assert b.seek(ids) == 199
     store.close()
     b.client.connect(wanted=False)
@@ -216,9 +210,7 @@ def test_a_copy_that_fails_leaves_its_blocks_to_be_computed(
     """R34: the request goes on, and the loan is given back."""
     a, b = sharers
     ids = list(range(200))
-    a.seek(ids)
-    a.compute(ids, OTHERS)
-    a.stored(4)
+    a.give(ids)
     b.seek(ids)
     b.memory.breaks = True
     assert b.fill(199, 0, OURS) == set(OURS[:7])
@@ -232,9 +224,7 @@ def test_an_aborted_request_gives_its_pages_back(
     after it."""
     a, b = sharers
     ids = list(range(200))
-    a.seek(ids)
-    a.compute(ids, OTHERS)
-    a.stored(4)
+    a.give(ids)
     b.seek(ids)
     gone = Seek(request_id="gone", token_ids=ids, salt="")
     b.step(seek=[gone], finish=[Finish(request_id=n, first_token=None) for n in ("gone", "r")])

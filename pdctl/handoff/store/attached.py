@@ -24,6 +24,8 @@ ANSWER_S = 1.0
 """For an answer, on top of what the call itself may wait."""
 SILENT_S = 5.0
 """A store that did not answer in time is not asked for that long: its prompts do not wait."""
+KEPT_HERE: int = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+"""No process that an engine starts inherits the memory; macOS has no such flag."""
 REDIAL_FIRST_S = 0.1
 REDIAL_MOST_S = 2.0
 
@@ -139,7 +141,7 @@ def attach(path: str, contract: str, geometry: PageGeometry) -> Attached:
     try:
         anchor = _dial(path)
         anchor.sendall(frames.encode(enter))
-        begun, descriptors, _, _ = socket.recv_fds(anchor, frames.MAX_FRAME_BYTES, 1)
+        begun, descriptors, _, _ = socket.recv_fds(anchor, frames.MAX_FRAME_BYTES, 1, KEPT_HERE)
         try:
             reply = frames.read_reply(anchor, begun)
             if isinstance(reply, frames.Refused):

@@ -84,15 +84,15 @@ class PinnedLoan:
             first, self._released = not self._released, True
         if not first:
             return True
+        # nobody writes where it was read while the store lives, nor once it is dead
+        if self._attached.lost:
+            return False
         if used_tokens:
             used = -(-used_tokens // PAGE_TOKENS)
             size = self._attached.memory.page_bytes
             self._board.add(read_pages=used, reused_tokens=used_tokens, shared_bytes=used * size)
-        # nobody writes where it was read while the store lives, nor once it is dead
-        valid = not self._attached.lost
-        if valid:
-            self._later(self._tell)
-        return valid
+        self._later(self._tell)
+        return True
 
     def _tell(self) -> None:
         """Again and again where the store is slow: what it does not hear of stays pinned."""

@@ -56,10 +56,6 @@ class Index:
         """Pages that are held or reserved."""
         return len(self._pages)
 
-    @property
-    def pinned(self) -> int:
-        return sum(page.pins > 0 for page in self._pages.values())
-
     def leading(self, keys: Iterable[bytes]) -> int:
         """How many of the leading keys are held."""
         count = 0

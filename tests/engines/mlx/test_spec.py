@@ -53,33 +53,6 @@ def test_python_and_environment_of_a_replica_win_over_its_hosts() -> None:
     assert command.env["HF_HUB_OFFLINE"] == "1"
 
 
-@pytest.mark.parametrize("key", ["host", "port", "kv_bits", "draft-model", "Trust_Remote_Code"])
-def test_options_that_pdctl_owns_are_refused_by_name(key: str) -> None:
-    """R51: however they are spelled."""
-    (found,) = SPEC.check(declared(engine_config={key: 1}))
-    assert found.code == "topology.engine_config.owned"
-    assert found.field == f"engine_config.{key}"
-    assert key in found.summary
-    assert found.hint
-
-
-def test_an_unknown_option_names_the_nearest() -> None:
-    """U32: a typo in a per-replica key is an error, never dropped."""
-    (found,) = SPEC.check(declared(engine_config={"prefil_step_size": 128}))
-    assert found.code == "topology.engine_config.unknown"
-    assert found.hint == "did you mean prefill_step_size?"
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("max_tokens", "many"), ("max_tokens", 0), ("temp", -1), ("top_k", True), ("log_level", 3)],
-)
-def test_a_value_of_the_wrong_kind_is_refused(key: str, value: object) -> None:
-    """Before the library's parser would end the process."""
-    (found,) = SPEC.check(declared(engine_config={key: value}))
-    assert found.code == "topology.engine_config.value"
-
-
 def test_every_problem_is_reported_and_devices_too() -> None:
     """All in one pass, in the file's order."""
     replica = declared(engine_config={"port": 1, "nope": 2}, devices=(0,))

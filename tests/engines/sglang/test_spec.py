@@ -12,7 +12,6 @@ from engines import specs
 from engines.specs import CONTRACT, plan_of, planned
 
 from pdctl.engines.registry import spec_for
-from pdctl.engines.sglang.options import OWNED, SWITCHES, VALUES
 from pdctl.engines.sglang.spec import SglangSpec, failure_text, request_id
 from pdctl.topology.model import Engine, Host, Replica, Role
 
@@ -85,56 +84,6 @@ def test_environment_of_a_replica_wins_and_devices_are_chosen() -> None:
     assert (command.env["A"], command.env["B"]) == ("1", "2")
     assert command.env["CUDA_VISIBLE_DEVICES"] == "1"
     assert (command.env["HF_HUB_OFFLINE"], command.env["SGLANG_PLUGINS"]) == ("1", "pdctl")
-
-
-@pytest.mark.parametrize(
-    "key",
-    [
-        "host",
-        "port",
-        "page_size",
-        "tp-size",
-        "Trust_Remote_Code",
-        "dtype",
-        "api_key",
-        "disaggregation_transfer_backend",
-        "disaggregation-bootstrap-port",
-        "kv_cache_dtype",
-    ],
-)
-def test_options_that_pdctl_owns_are_refused_by_name(key: str) -> None:
-    """R51: however they are spelled."""
-    (found,) = SPEC.check(declared(engine_config={key: 1}))
-    assert found.code == "topology.engine_config.owned"
-    assert found.field == f"engine_config.{key}"
-    assert key in found.summary
-    assert found.hint
-
-
-def test_an_unknown_option_names_the_nearest() -> None:
-    """U32: a typo in a per-replica key is an error, never dropped."""
-    (found,) = SPEC.check(declared(engine_config={"chunk_prefill_size": 128}))
-    assert found.code == "topology.engine_config.unknown"
-    assert found.hint == "did you mean chunked_prefill_size?"
-
-
-@pytest.mark.parametrize(("key", "value"), [("disable_cuda_graph", 1), ("max_total_tokens", True)])
-def test_a_value_of_the_wrong_kind_is_refused(key: str, value: object) -> None:
-    """Before SGLang's parser would end the process."""
-    (found,) = SPEC.check(declared(engine_config={key: value}))
-    assert found.code == "topology.engine_config.value"
-
-
-def test_every_option_is_passed_or_refused_once() -> None:
-    """None is in two tables, so none is both."""
-    assert not SWITCHES & VALUES
-    assert not (SWITCHES | VALUES) & set(OWNED)
-
-
-def test_more_than_one_device_is_refused() -> None:
-    """TP = PP = DP = 1."""
-    (found,) = SPEC.check(declared(devices=(0, 1)))
-    assert found.code == "topology.devices"
 
 
 def test_prefill_copies_ask_for_one_token_and_keep_what_constrains_it() -> None:

@@ -13,7 +13,6 @@ from engines import specs
 from engines.specs import CONTRACT, LEG, LONG_ANSWER, ONE_TOKEN, plan_of, planned
 
 from pdctl.engines.registry import spec_for
-from pdctl.engines.vllm.options import OWNED, SWITCHES, VALUES
 from pdctl.engines.vllm.spec import VllmSpec, transfer_config
 from pdctl.topology.model import ComputeDtype, Engine, Host, OnFailure, Role
 from pdctl.topology.sharing import StorePlan
@@ -101,53 +100,6 @@ def test_the_probe_is_told_what_decides_the_blocks_layout() -> None:
     """Compute type and block size."""
     replica = declared(compute_dtype=ComputeDtype.FLOAT32, engine_config={"block-size": 32})
     assert SPEC.probe(replica, HOST).argv[-2:] == ("float32", "32")
-
-
-@pytest.mark.parametrize(
-    "key",
-    ["host", "port", "kv_transfer_config", "tensor-parallel-size", "Trust_Remote_Code", "dtype"],
-)
-def test_options_that_pdctl_owns_are_refused_by_name(key: str) -> None:
-    """R51: however they are spelled."""
-    (found,) = SPEC.check(declared(engine_config={key: 1}))
-    assert found.code == "topology.engine_config.owned"
-    assert found.field == f"engine_config.{key}"
-    assert key in found.summary
-    assert found.hint
-
-
-def test_an_unknown_option_names_the_nearest() -> None:
-    """U32: a typo in a per-replica key is an error, never dropped."""
-    (found,) = SPEC.check(declared(engine_config={"gpu_memory_utilisation": 0.3}))
-    assert found.code == "topology.engine_config.unknown"
-    assert found.hint == "did you mean gpu_memory_utilization?"
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("enforce_eager", 1),
-        ("max_num_seqs", True),
-        ("block_size", 100),
-        ("disable_log_stats", False),
-    ],
-)
-def test_a_value_of_the_wrong_kind_is_refused(key: str, value: object) -> None:
-    """Before vLLM's parser would end the process."""
-    (found,) = SPEC.check(declared(engine_config={key: value}))
-    assert found.code == "topology.engine_config.value"
-
-
-def test_every_option_is_passed_or_refused_once() -> None:
-    """None is in two tables, so none is both."""
-    assert not SWITCHES & VALUES
-    assert not (SWITCHES | VALUES) & set(OWNED)
-
-
-def test_more_than_one_device_is_refused() -> None:
-    """TP = PP = DP = 1."""
-    (found,) = SPEC.check(declared(devices=(0, 1)))
-    assert found.code == "topology.devices"
 
 
 def test_prefill_copies_ask_for_one_token() -> None:

@@ -43,6 +43,18 @@ class Leg(Protocol):
     def timeout_s(self) -> float: ...
 
 
+class Tokens(msgspec.Struct, frozen=True):
+    """A prompt as its handoff knows it: the number of its token ids, and their `tokens_digest`."""
+
+    count: int
+    sha256: bytes
+
+    @classmethod
+    def of(cls, prompt: Sequence[int] | Tokens) -> Tokens:
+        """Raises HandoffError as `tokens_digest` does."""
+        return prompt if isinstance(prompt, Tokens) else cls(len(prompt), tokens_digest(prompt))
+
+
 def tokens_digest(token_ids: Sequence[int]) -> bytes:
     """SHA-256 over the prompt's token ids, each as a little-endian uint32.
 

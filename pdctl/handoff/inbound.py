@@ -57,6 +57,7 @@ class Inbound:
         """Why it failed; set before `settled`."""
         self.settled = threading.Event()
         """Set after commit or abort has returned and the counters tell it."""
+        self.on_settled: Callable[[Inbound], None] | None = None
         self.want: Want | None = None
         self.received_bytes = 0
         self.token_sha256 = token_sha256
@@ -186,6 +187,8 @@ class Inbound:
             link = self._say_done(link)
         self._services.finished(self, link)
         self.settled.set()
+        if (told := self.on_settled) is not None:
+            guarded(lambda: told(self))
 
     def _say_done(self, link: Link) -> Link | None:
         try:

@@ -41,6 +41,7 @@ class Link:
 
     Args:
         memory: makes what pieces are received into; None: ordinary memory.
+        held_pieces: how many of the last pieces stay as they were in memory that was given.
 
     `life.heard_at` follows every received byte and `life.spoke_at` every sent one, so that a
     slow piece is a sign of life from its first byte to its last (R5).
@@ -52,6 +53,7 @@ class Link:
         geometry: PageGeometry,
         clock: Callable[[], float],
         memory: Callable[[int], Bytes] | None = None,
+        held_pieces: int = HELD_PIECES,
     ) -> None:
         self.connection = connection
         self.geometry = geometry
@@ -66,6 +68,7 @@ class Link:
         self.payload_bytes = 0
         """Of pages received, ever."""
         self._memory = memory
+        self._held_pieces = 1 if memory is None else held_pieces
         self._sending = threading.Lock()
         self._scratch: deque[memoryview] = deque()
         self._header = memoryview(bytearray(wire.HEADER_BYTES))
@@ -135,7 +138,7 @@ class Link:
 
     def read_piece(self, header: wire.Header) -> memoryview:
         """A piece, its checksum compared; valid until the next one is read, or, in memory that
-        was given, until `HELD_PIECES` more are."""
+        was given, until `held_pieces` more are."""
         piece = self._next_scratch(header.length)[: header.length]
         check, got = PieceCheck(header), 0
         while got < header.length:
@@ -157,8 +160,8 @@ class Link:
         return copy
 
     def _next_scratch(self, length: int) -> memoryview:
-        held = 1 if self._memory is None else HELD_PIECES
-        oldest = self._scratch.popleft() if len(self._scratch) == held else memoryview(b"")
+        full = len(self._scratch) == self._held_pieces
+        oldest = self._scratch.popleft() if full else memoryview(b"")
         if oldest.nbytes < length:
             oldest = self._made(min(max(length, PIECE_BYTES), self.geometry.page_bytes))
         self._scratch.append(oldest)

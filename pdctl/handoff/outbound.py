@@ -79,6 +79,8 @@ class Outbound(EndsOnce):
         self.peer: Peer | None = None
         self.claim: Claim | None = None
         self.on_settled: Callable[[Outbound], None] | None = None
+        self.on_granted: Callable[[wire.Grant], None] | None = None
+        """Told of the grant, with a lock held: it must neither block nor call back."""
         self._geometry = geometry
         self._clock = clock
         self._pages: Patterns | None = None
@@ -140,6 +142,13 @@ class Outbound(EndsOnce):
                 return False
             self._schedule.last_begun = True
             return True
+
+    def skip_last(self) -> None:
+        """The position is not written after all, since the grant does not want it."""
+        with self._changed:
+            if not self.over and not self._schedule.wants_last:
+                self._schedule.last_begun = False
+                self._changed.notify_all()
 
     def finish(self, first_token: int) -> None:
         """The prefill has ended; `first_token` travels where the receiver wants it."""
@@ -224,6 +233,8 @@ class Outbound(EndsOnce):
                 return
             self._machine.on(Event.GRANT)
             self._schedule.granted(grant)
+            if self.on_granted is not None:
+                self.on_granted(grant)
             self._progress()
 
     def taken(self, pieces: int) -> None:

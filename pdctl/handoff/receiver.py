@@ -11,14 +11,14 @@ from pdctl.errors import HandoffCancelled, HandoffError, PeerLost
 from pdctl.handoff.arena import Bytes
 from pdctl.handoff.ending import Common, ReplicaEnd
 from pdctl.handoff.handshake import answer
-from pdctl.handoff.identity import Identity, Leg, tokens_digest
+from pdctl.handoff.identity import Identity, Leg, Tokens
 from pdctl.handoff.idle import IdleLinks
 from pdctl.handoff.inbound import Inbound, Services
 from pdctl.handoff.link import Link
 from pdctl.handoff.page import PageGeometry
 from pdctl.handoff.pulls import Pulls, Slots
 from pdctl.handoff.pulse import Pulse
-from pdctl.handoff.sink import PageSink, Want
+from pdctl.handoff.sink import HELD_PIECES, PageSink, Want
 from pdctl.handoff.transport.reach import Reach
 from pdctl.handoff.transport.tcp import parse_address
 from pdctl.handoff.wire import Header
@@ -39,6 +39,7 @@ class Receiver(ReplicaEnd):
         memory: makes what pieces are received into, page-locked say; None: ordinary memory.
         reads: whether a prefill replica's memory is read, where there is a `reach`; else its
             pieces come over the connection.
+        held_pieces: how many of a connection's last pieces stay as they were in such memory.
         common: as `ReplicaEnd` says; `timeout_s` is the default of legs, each brings its own,
             and `on_failed` is called before the failed handoff's `sink.abort`.
     """
@@ -50,12 +51,14 @@ class Receiver(ReplicaEnd):
         *,
         memory: Callable[[int], Bytes] | None = None,
         reads: Callable[[str], bool] = lambda prefill: True,
+        held_pieces: int = HELD_PIECES,
         **common: Unpack[Common],
     ) -> None:
         super().__init__(identity, geometry, **common)
         self._memory = memory
         self._reads = reads
         self._slots = None if self._reach is None else Slots(self._reach, geometry)
+        self._held_pieces = held_pieces
         self._idle = IdleLinks(self._clock)
         self._lock = threading.Lock()
         self._active: set[Inbound] = set()
@@ -73,16 +76,29 @@ class Receiver(ReplicaEnd):
             pulls=self._pulls,
         )
 
-    def fetch(self, leg: Leg, token_ids: Sequence[int], sink: PageSink) -> Inbound:
+    def start(self) -> None:
+        """It dials: nothing is to be begun."""
+
+    def fetch(
+        self,
+        leg: Leg,
+        token_ids: Sequence[int] | Tokens,
+        sink: PageSink,
+        on_settled: Callable[[Inbound], None] | None = None,
+    ) -> Inbound:
         """Starts one handoff; `sink` learns the rest. Never blocks on the network.
+
+        Args:
+            on_settled: called at the very end, on any thread; it must not block.
 
         Raises:
             HandoffExpired: the leg's time is not a positive number of seconds.
             HandoffCancelled: the receiver is closed.
             HandoffError: the tokens are none, or not unsigned 32-bit integers.
         """
-        digest = tokens_digest(token_ids)
-        inbound = Inbound(leg, digest, len(token_ids), sink, self._services)
+        tokens = Tokens.of(token_ids)
+        inbound = Inbound(leg, tokens.sha256, tokens.count, sink, self._services)
+        inbound.on_settled = on_settled
         with self._lock:
             if self._closed:
                 raise HandoffCancelled("the receiver is closed")
@@ -137,7 +153,7 @@ class Receiver(ReplicaEnd):
         except PeerLost as error:
             said = f"{inbound.leg.prefill}: {error.message}"
             raise PeerLost(said, hint=error.hint) from error
-        link = Link(connection, self._geometry, self._clock, self._memory)
+        link = Link(connection, self._geometry, self._clock, self._memory, self._held_pieces)
         self._hand_over(inbound, link)
         card = answer(link, self._identity.key)
         if self._reach is not None and self._reads(inbound.leg.prefill):

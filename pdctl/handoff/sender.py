@@ -14,7 +14,7 @@ from pdctl.errors import BudgetExceeded, HandoffCancelled, HandoffError, PeerLos
 from pdctl.handoff.arena import Arena, Bytes
 from pdctl.handoff.budget import Budget
 from pdctl.handoff.ending import Common, ReplicaEnd
-from pdctl.handoff.identity import Identity, Leg, tokens_digest
+from pdctl.handoff.identity import Identity, Leg, Tokens
 from pdctl.handoff.lease import Deadline
 from pdctl.handoff.link import Link
 from pdctl.handoff.outbound import Outbound, Prompt
@@ -89,7 +89,7 @@ class Sender(ReplicaEnd):
     def admit(
         self,
         leg: Leg,
-        token_ids: Sequence[int],
+        token_ids: Sequence[int] | Tokens,
         *,
         on_reserved: Callable[[Outbound], None],
         on_settled: Callable[[Outbound], None],
@@ -108,7 +108,7 @@ class Sender(ReplicaEnd):
         """
         if self._closing.is_set():
             raise HandoffCancelled("the sender is closing")
-        outbound = self._prepared(leg, token_ids, on_reserved)
+        outbound = self._prepared(leg, Tokens.of(token_ids), on_reserved)
         outbound.on_settled = on_settled
         try:
             self._rooms.admit(outbound, time.time())
@@ -134,6 +134,10 @@ class Sender(ReplicaEnd):
         for outbound in self._rooms.open():
             if outbound.room == room:
                 outbound.cancel()
+
+    def look_again(self) -> None:
+        """Memory that an engine had held on to is free now: prompts may wait for it."""
+        self._budget.look_again()
 
     def close(self) -> None:
         """Ends every handoff as cancelled, every connection and thread; bounded."""
@@ -182,7 +186,7 @@ class Sender(ReplicaEnd):
         return {outbound.room: outbound.idle_s(now) for outbound in self._rooms.open()}
 
     def _prepared(
-        self, leg: Leg, token_ids: Sequence[int], on_reserved: Callable[[Outbound], None]
+        self, leg: Leg, tokens: Tokens, on_reserved: Callable[[Outbound], None]
     ) -> Outbound:
         expires_at_s = verify(
             self._identity.key,
@@ -196,8 +200,8 @@ class Sender(ReplicaEnd):
         prompt = Prompt(
             room=leg.room,
             decode=leg.decode,
-            tokens=len(token_ids),
-            token_sha256=tokens_digest(token_ids),
+            tokens=tokens.count,
+            token_sha256=tokens.sha256,
             ticket_expires_at_s=expires_at_s,
         )
         outbound = Outbound(

@@ -7,15 +7,19 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from pdctl.engines.channel import Assignment, Failed
+from pdctl.errors import HandoffError
+from pdctl.handoff.apart.plane import ApartCommon
+from pdctl.handoff.apart.receiving import ApartReceiver
+from pdctl.handoff.apart.sending import ApartSender
 from pdctl.handoff.arena import Bytes
 from pdctl.handoff.counters import CounterBoard
+from pdctl.handoff.ending import OnFailed
 from pdctl.handoff.identity import Identity
+from pdctl.handoff.opening import Opening, open_receiver, open_sender
 from pdctl.handoff.page import PageGeometry
-from pdctl.handoff.receiver import Receiver
-from pdctl.handoff.sender import Sender
+from pdctl.handoff.seam import ReceivingEnd, SendingEnd
 from pdctl.handoff.store.client import StoreClient
-from pdctl.handoff.transport.choice import chosen_reach, chosen_transport
-from pdctl.topology.model import Role, Transport
+from pdctl.topology.model import Role
 
 log = logging.getLogger("pdctl.engines")
 
@@ -24,15 +28,18 @@ class Ends(NamedTuple):
     """A prefill replica sends, a decode replica receives, an ordinary one does neither. Whoever
     opened them closes them."""
 
-    sender: Sender | None = None
-    receiver: Receiver | None = None
+    sender: SendingEnd | None = None
+    receiver: ReceivingEnd | None = None
 
     def listen(self) -> int | None:
         """The data port that now listens; None where this role does not send.
 
         Raises:
-            PeerLost: it can't be listened on.
+            PeerLost: it can't be listened on, or a data plane of its own did not start.
+            UsageError: the environment asks for a pacing that can't be.
         """
+        if self.receiver is not None:
+            self.receiver.start()
         return self.sender.start() if self.sender is not None else None
 
     def close(self) -> None:
@@ -65,8 +72,8 @@ def open_ends(
     environment: Mapping[str, str],
     memory: Callable[[int], Bytes] | None = None,
 ) -> Ends:
-    """Opens this role's end, unless its engine's own handoff is that; a sender is not started
-    yet.
+    """Opens this role's end in this process, unless its engine's own handoff is that; a sender
+    is not started yet.
 
     Args:
         tell: gets every failed handoff, from the handoff's own threads.
@@ -76,46 +83,68 @@ def open_ends(
         UsageError: the environment asks for a pacing that can't be.
         HandoffError: pages are to be read through NIXL, which does not work here.
     """
-
-    def reporting(leg: str) -> Callable[[int, str, str], None]:
-        def failed(room: int, cause: str, detail: str) -> None:
-            log.warning("room=%s leg=%s failed: %s: %s", room, leg, cause, detail)
-            tell(Failed(room=room, leg=leg, cause=cause, detail=detail))
-
-        return failed
-
-    if assigned.native:
+    opening = opening_of(assigned)
+    if opening is None:
         return Ends()
-    identity = Identity(assigned.replica, assigned.key, assigned.contract.digest)
-    geometry = PageGeometry.of(assigned.contract)
-    transport = chosen_transport(assigned.certificate, environment)
-    reach = chosen_reach(assigned.replica, assigned.transports, assigned.data_host)
-    timeout_s = assigned.handoff.timeout_s
-    if assigned.role is Role.DECODE:
-        receiver = Receiver(
-            identity,
-            geometry,
-            timeout_s=timeout_s,
-            board=board,
-            on_failed=reporting("decode"),
-            memory=memory,
-            reads=lambda prefill: assigned.transports.get(prefill) is Transport.NIXL,
-            transport=transport,
-            reach=reach,
-        )
-        return Ends(receiver=receiver)
-    if assigned.role is not Role.PREFILL:
+    on_failed = _reporting(assigned.role, tell)
+    if opening.sends:
+        return Ends(sender=open_sender(opening, environment, board, on_failed, memory=memory))
+    return Ends(receiver=open_receiver(opening, environment, board, on_failed, memory=memory))
+
+
+def open_ends_apart(
+    assigned: Assignment,
+    board: CounterBoard,
+    tell: Callable[[Failed], None],
+    lock: Callable[[Bytes], None] | None,
+    on_lost: Callable[[HandoffError], None],
+) -> Ends:
+    """As `open_ends`, in a process beside this one, whose interpreter an engine keeps busy. What
+    `open_ends` raises, `Ends.listen` does.
+
+    Args:
+        lock: makes memory what `open_ends`' `memory` makes; None: any will do.
+        on_lost: told when that process has died; every open handoff has failed by then.
+
+    Raises:
+        MemoryError: `lock` can't.
+    """
+    opening = opening_of(assigned)
+    if opening is None:
         return Ends()
-    sender = Sender(
-        identity,
-        geometry,
-        listen=(assigned.data_host, assigned.data_port or 0),
-        budget_bytes=assigned.handoff.buffer_bytes,
-        timeout_s=timeout_s,
-        board=board,
-        on_failed=reporting("prefill"),
-        memory=memory,
-        transport=transport,
-        reach=reach,
+    common: ApartCommon = {
+        "lock": lock,
+        "board": board,
+        "on_failed": _reporting(assigned.role, tell),
+        "on_lost": on_lost,
+    }
+    if opening.sends:
+        return Ends(sender=ApartSender(opening, **common))
+    return Ends(receiver=ApartReceiver(opening, **common))
+
+
+def opening_of(assigned: Assignment) -> Opening | None:
+    """None for an ordinary replica, and for one whose engine has a handoff of its own."""
+    if assigned.native or assigned.role is Role.BOTH:
+        return None
+    return Opening(
+        identity=Identity(assigned.replica, assigned.key, assigned.contract.digest),
+        geometry=PageGeometry.of(assigned.contract),
+        sends=assigned.role is Role.PREFILL,
+        timeout_s=assigned.handoff.timeout_s,
+        host=assigned.data_host,
+        port=assigned.data_port or 0,
+        buffer_bytes=assigned.handoff.buffer_bytes,
+        certificate=assigned.certificate,
+        transports=assigned.transports,
     )
-    return Ends(sender=sender)
+
+
+def _reporting(role: Role, tell: Callable[[Failed], None]) -> OnFailed:
+    leg = role.value
+
+    def failed(room: int, cause: str, detail: str) -> None:
+        log.warning("room=%s leg=%s failed: %s: %s", room, leg, cause, detail)
+        tell(Failed(room=room, leg=leg, cause=cause, detail=detail))
+
+    return failed

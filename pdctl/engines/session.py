@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from http.client import HTTPConnection, HTTPException
@@ -18,18 +19,22 @@ import msgspec
 
 from pdctl.engines.attachment import ATTACH_TIMEOUT_S, Attachment
 from pdctl.engines.channel import Assignment, Failed, Ready
-from pdctl.engines.ends import Ends, close_each, open_ends, open_store
+from pdctl.engines.ends import Ends, close_each, open_ends, open_ends_apart, open_store
 from pdctl.engines.readiness import effective_of, terms_of
+from pdctl.errors import HandoffError
+from pdctl.handoff.apart.choice import is_apart
 from pdctl.handoff.arena import Bytes
 from pdctl.handoff.counters import CounterBoard, Counters
-from pdctl.handoff.receiver import Receiver
-from pdctl.handoff.sender import Sender
+from pdctl.handoff.seam import ReceivingEnd, SendingEnd
 from pdctl.handoff.store.client import StoreClient
 from pdctl.topology.contract import Attention
 from pdctl.topology.model import ComputeDtype, Engine, Transport
 
 log = logging.getLogger("pdctl.engines")
 
+SWITCH_INTERVAL_S = 0.0005
+"""After which a thread that computes lets another one have the interpreter: Python's own 5 ms are
+more than a whole handoff of a short prompt takes (bench/busy_interpreter.py)."""
 HTTP_POLL_S = 0.1
 HTTP_TIMEOUT_S = 5.0
 
@@ -74,17 +79,17 @@ class Session:
         self._engine = engine
         self._served_path = served_path
         self._attachment = Attachment.from_environment(
-            environment, counters=counters or self.board.read, superseded=_leave
+            environment, counters=counters or self.board.read, superseded=_superseded
         )
         self._assigned: Assignment | None = None
         self._closed = threading.Event()
 
     @property
-    def sender(self) -> Sender | None:
+    def sender(self) -> SendingEnd | None:
         return self._ends.sender
 
     @property
-    def receiver(self) -> Receiver | None:
+    def receiver(self) -> ReceivingEnd | None:
         return self._ends.receiver
 
     @property
@@ -101,16 +106,29 @@ class Session:
         self._assigned = self._attachment.open(ATTACH_TIMEOUT_S)
         return self._assigned
 
-    def open(self, loaded: Loaded, memory: Callable[[int], Bytes] | None = None) -> None:
+    def open(
+        self,
+        loaded: Loaded,
+        memory: Callable[[int], Bytes] | None = None,
+        lock: Callable[[Bytes], None] | None = None,
+    ) -> None:
         """Opens this role's end; Ready follows by itself.
 
         Args:
-            memory: as `open_ends` takes it.
+            memory: as `open_ends` takes it; `lock` as `open_ends_apart` does.
 
         Raises:
-            PeerLost: the data port can't be listened on.
+            PeerLost: the data port can't be listened on, or the data plane did not start.
+            HandoffError: pages are to be read through NIXL, which does not work here.
+            MemoryError: no memory can be locked.
         """
-        self._ends = open_ends(self.assigned, self.board, self.report, self._environment, memory)
+        assigned, environment = self.assigned, self._environment
+        if is_apart(environment):
+            self._ends = open_ends_apart(assigned, self.board, self.report, lock, _leave)
+            if self._ends != Ends():
+                sys.setswitchinterval(SWITCH_INTERVAL_S)
+        else:
+            self._ends = open_ends(assigned, self.board, self.report, environment, memory)
         self.store = open_store(self.assigned, self.board)
         ready = self._ready(loaded, self._ends.listen())
         threading.Thread(
@@ -163,6 +181,12 @@ class Session:
             connection.close()
 
 
-def _leave() -> None:
+def _superseded() -> None:
     log.error("the agent assigns something else now; ending")
+    os._exit(1)
+
+
+def _leave(error: HandoffError) -> None:
+    """The agent has been told of every handoff, and starts the replica again."""
+    log.error("ending: %s", error)
     os._exit(1)

@@ -17,8 +17,7 @@ from pdctl.engines.mlx.sampling import make_processors, make_sampler
 from pdctl.engines.mlx.shared import SharedPrefix
 from pdctl.engines.mlx.shortest import Shortest
 from pdctl.errors import HandoffCancelled, HandoffError
-from pdctl.handoff.receiver import Receiver
-from pdctl.handoff.sender import Sender
+from pdctl.handoff.seam import ReceivingEnd, SendingEnd
 from pdctl.handoff.store.interface import PageStore
 from pdctl.topology.model import PAGE_TOKENS, OnFailure, Role
 
@@ -42,8 +41,8 @@ class Admission:
         replica: str,
         role: Role,
         on_failure: OnFailure,
-        sender: Sender | None,
-        receiver: Receiver | None,
+        sender: SendingEnd | None,
+        receiver: ReceivingEnd | None,
         store: PageStore | None = None,
     ) -> None:
         self._engine = engine

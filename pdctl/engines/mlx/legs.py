@@ -15,8 +15,7 @@ from pdctl.engines.mlx.call import Call
 from pdctl.engines.mlx.exporter import Export
 from pdctl.engines.mlx.importer import ImportedCache
 from pdctl.errors import HandoffCancelled, HandoffError, HandoffExpired
-from pdctl.handoff.receiver import Inbound, Receiver
-from pdctl.handoff.sender import Outbound, Sender
+from pdctl.handoff.seam import Incoming, Outgoing, ReceivingEnd, SendingEnd
 from pdctl.handoff.sink import Want
 from pdctl.topology.model import Dtype
 from pdctl.trace import monotonic_s
@@ -40,13 +39,13 @@ class PrefillLeg:
         self._leg = leg
         self._dtype = dtype
         self._lock = threading.Lock()
-        self._outbound: Outbound | None = None
+        self._outbound: Outgoing | None = None
         self._export: Export | None = None
         self._reserved_at = 0.0
         self._answer: Any = None
         self._done = False
 
-    def start(self, sender: Sender) -> None:
+    def start(self, sender: SendingEnd) -> None:
         """HTTP thread. Raises what `Sender.admit` raises: nothing was reserved then."""
         outbound = sender.admit(
             self._leg,
@@ -59,7 +58,7 @@ class PrefillLeg:
         if self._call.ended:
             outbound.cancel()
 
-    def _reserved(self, outbound: Outbound) -> None:
+    def _reserved(self, outbound: Outgoing) -> None:
         with self._lock:
             self._outbound = outbound
             self._export = Export(outbound, self._dtype)
@@ -86,7 +85,7 @@ class PrefillLeg:
         if complete:
             self._complete()
 
-    def _settled(self, outbound: Outbound) -> None:
+    def _settled(self, outbound: Outgoing) -> None:
         if outbound.error is not None:
             self._engine.end(self._call, outbound.error)
             return
@@ -122,7 +121,7 @@ class DecodeLeg:
         self._leg = leg
         self._recomputes = recomputes
         self._granted = threading.Event()
-        self._inbound: Inbound | None = None
+        self._inbound: Incoming | None = None
         self._refusal: Exception | None = None
         self.memory: ImportedCache | None = None
         self.committed_at = 0.0
@@ -134,7 +133,7 @@ class DecodeLeg:
     def positions(self) -> int:
         return len(self._call.prompt.tokens) - 1
 
-    def start(self, receiver: Receiver) -> None:
+    def start(self, receiver: ReceivingEnd) -> None:
         """HTTP thread."""
         self._inbound = receiver.fetch(self._leg, self._call.prompt.tokens, self)
         if self._call.ended:

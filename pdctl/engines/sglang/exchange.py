@@ -13,8 +13,7 @@ from pdctl.engines.interface import Leg
 from pdctl.engines.session import Session
 from pdctl.engines.sglang.pool import SlotPool, streams_in_use
 from pdctl.errors import HandoffError
-from pdctl.handoff.receiver import Receiver
-from pdctl.handoff.sender import Sender
+from pdctl.handoff.seam import ReceivingEnd, SendingEnd
 
 
 class OneRank:
@@ -71,14 +70,14 @@ class Exchange(BaseKVManager):  # type: ignore[misc]
         return self._pool
 
     @property
-    def sender(self) -> Sender:
+    def sender(self) -> SendingEnd:
         """Raises HandoffError on a replica that does not send."""
         if self.session.sender is None:
             raise HandoffError(f'replica "{self.session.replica}" sends nothing')
         return self.session.sender
 
     @property
-    def receiver(self) -> Receiver:
+    def receiver(self) -> ReceivingEnd:
         """Raises HandoffError on a replica that does not receive."""
         if self.session.receiver is None:
             raise HandoffError(f'replica "{self.session.replica}" receives nothing')

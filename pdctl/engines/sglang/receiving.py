@@ -25,7 +25,7 @@ from pdctl.engines.sglang.exchange import Exchange
 from pdctl.engines.sglang.spec import failure_text
 from pdctl.errors import HandoffCancelled, HandoffError, HandoffExpired
 from pdctl.handoff.page import Patterns
-from pdctl.handoff.receiver import Inbound
+from pdctl.handoff.seam import Incoming
 from pdctl.handoff.sink import Want
 from pdctl.topology.model import PAGE_TOKENS
 from pdctl.trace import monotonic_s
@@ -45,7 +45,7 @@ class DecodeLeg(BaseKVReceiver):  # type: ignore[misc]
         self.abort_notified = False
         self.landing: Landing | None = None
         self._room = bootstrap_room
-        self._inbound: Inbound | None = None
+        self._inbound: Incoming | None = None
         self._error: HandoffError | None = None
         self._observed = False
 

@@ -22,7 +22,7 @@ from pdctl.engines.interface import Leg
 from pdctl.engines.sglang.exchange import Exchange
 from pdctl.engines.sglang.spec import failure_text
 from pdctl.errors import HandoffError
-from pdctl.handoff.sender import Outbound
+from pdctl.handoff.seam import Outgoing
 from pdctl.topology.model import PAGE_TOKENS
 from pdctl.trace import monotonic_s
 
@@ -39,7 +39,7 @@ class PrefillLeg(BaseKVSender):  # type: ignore[misc]
     def __init__(self, mgr: Exchange, bootstrap_addr: str, bootstrap_room: int, **_: Any) -> None:
         self.kv_mgr = mgr
         self._room = bootstrap_room
-        self._outbound: Outbound | None = None
+        self._outbound: Outgoing | None = None
         self._tokens = 0
         self._reserved_at: float | None = None
         self._error: HandoffError | None = None
@@ -142,7 +142,7 @@ class PrefillLeg(BaseKVSender):  # type: ignore[misc]
             outbound.fail(HandoffError(f"the prefill engine failed: {error!r}"))
 
     def _copy(
-        self, outbound: Outbound, first: int, blocks: list[int], last: bool, computed_at: float
+        self, outbound: Outgoing, first: int, blocks: list[int], last: bool, computed_at: float
     ) -> None:
         stop = min((first + len(blocks)) * PAGE_TOKENS, self._tokens)
         if not last:
@@ -154,7 +154,7 @@ class PrefillLeg(BaseKVSender):  # type: ignore[misc]
             self._read(outbound, first + len(blocks) - 1, blocks[-1:], stop, computed_at)
 
     def _read(
-        self, outbound: Outbound, first: int, blocks: list[int], stop: int, computed_at: float
+        self, outbound: Outgoing, first: int, blocks: list[int], stop: int, computed_at: float
     ) -> None:
         with self._copying:
             if self._abandoned:
@@ -163,8 +163,8 @@ class PrefillLeg(BaseKVSender):  # type: ignore[misc]
             self.kv_mgr.pool.read(blocks, first, slots, outbound.pages())
         outbound.written(stop, computed_at)
 
-    def _on_reserved(self, outbound: Outbound) -> None:
+    def _on_reserved(self, outbound: Outgoing) -> None:
         self._reserved_at = monotonic_s()
 
-    def _on_settled(self, outbound: Outbound) -> None:
+    def _on_settled(self, outbound: Outgoing) -> None:
         self._settled = True

@@ -96,7 +96,7 @@ class PdctlConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._blocks = blocks
         found = loaded(config, len(kv_caches), blocks.block_tokens)
         try:
-            session.open(found, blocks.page_memory)
+            session.open(found, blocks.page_memory, blocks.lock)
         except MemoryError as error:
             raise LaunchError(str(error), hint="lower handoff.buffer_bytes") from error
         step_tokens = config.scheduler_config.max_num_batched_tokens

@@ -21,7 +21,7 @@ from pdctl.engines.vllm.cuda_layout import Backend, layout_of
 from pdctl.engines.vllm.cuda_stream import Landings, Mark, SideStream
 from pdctl.engines.vllm.interface import Span
 from pdctl.engines.vllm.layout import PAGE_DTYPES, in_order
-from pdctl.engines.vllm.page_locked import page_locked
+from pdctl.engines.vllm.page_locked import lock_pages, page_locked
 from pdctl.handoff.page import PATTERN, PageGeometry, Patterns
 from pdctl.handoff.schedule import PIECE_BYTES
 from pdctl.handoff.sink import HELD_PIECES
@@ -104,7 +104,7 @@ class CudaBlocks:
     Args:
         block_tokens: vLLM's block size.
         memory: makes page-locked memory; pages and pieces that lie in other memory are refused
-            or copied once more.
+            or copied once more. `lock` makes such memory of what somebody else has made.
     """
 
     def __init__(
@@ -116,6 +116,7 @@ class CudaBlocks:
         *,
         side: SideStream | None = None,
         memory: Callable[[int], NDArray[np.uint8]] = page_locked,
+        lock: Callable[[NDArray[np.uint8]], None] = lock_pages,
     ) -> None:
         """Raises ValueError where the memory is laid out as pdctl does not know."""
         self.names = in_order(caches)
@@ -124,6 +125,7 @@ class CudaBlocks:
         first = self.layers[0]
         self.compute_dtype = first.dtype
         self.page_memory = memory
+        self.lock = lock
         self.layout = layout_of(backend, self.layers, pages, block_tokens)
         self._backend = backend
         self._pages = pages
@@ -146,6 +148,7 @@ class CudaBlocks:
             self.block_tokens,
             side=self._side,
             memory=self.page_memory,
+            lock=self.lock,
         )
 
     def close(self) -> None:

@@ -42,6 +42,11 @@ class Blocks(Protocol):
         """Makes the memory that pages and pieces should lie in; None: any will do."""
         ...
 
+    @property
+    def lock(self) -> Callable[[Bytes], None] | None:
+        """Makes memory of somebody else's what `page_memory` makes, for good; None: any will do."""
+        ...
+
     def begin_step(self, spans: Sequence[Span]) -> None:
         """Worker thread, before every forward, also where there is nothing to copy: all that one
         step's copies need but the layer is prepared here. What the forward overwrites has been

@@ -56,6 +56,7 @@ class CpuBlocks:
     """One engine's registered KV memory on a CPU (`interface.Blocks`)."""
 
     page_memory = None
+    lock = None
 
     def __init__(self, caches: Mapping[str, torch.Tensor], pages: PageGeometry) -> None:
         """Raises ValueError where the memory is not laid out as the module says."""

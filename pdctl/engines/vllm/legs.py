@@ -15,8 +15,7 @@ from pdctl.engines.interface import Leg
 from pdctl.engines.vllm.interface import Blocks, Span
 from pdctl.errors import HandoffCancelled, HandoffError, HandoffExpired
 from pdctl.handoff.page import Patterns
-from pdctl.handoff.receiver import Inbound, Receiver
-from pdctl.handoff.sender import Outbound, Sender
+from pdctl.handoff.seam import Incoming, Outgoing, ReceivingEnd, SendingEnd
 from pdctl.handoff.sink import Want
 from pdctl.topology.model import PAGE_TOKENS
 from pdctl.trace import monotonic_s
@@ -50,12 +49,12 @@ class PrefillLeg:
         self._request_id = request_id
         self._desk = desk
         self._tokens = tokens
-        self._outbound: Outbound | None = None
+        self._outbound: Outgoing | None = None
         self._reserved_at: float | None = None
         self._held = 0
         """High-water mark: positions that are in the pages, whatever vLLM recomputes."""
 
-    def start(self, sender: Sender, leg: Leg, token_ids: Sequence[int]) -> None:
+    def start(self, sender: SendingEnd, leg: Leg, token_ids: Sequence[int]) -> None:
         """Worker thread. Raises what `Sender.admit` raises: nothing is reserved then."""
         self._outbound = sender.admit(
             leg, token_ids, on_reserved=self._on_reserved, on_settled=self._on_settled
@@ -104,11 +103,11 @@ class PrefillLeg:
         if self._outbound is not None:
             self._outbound.fail(HandoffError(f"the prefill engine failed: {error!r}"))
 
-    def _on_reserved(self, outbound: Outbound) -> None:
+    def _on_reserved(self, outbound: Outgoing) -> None:
         self._reserved_at = monotonic_s()
         self._desk.reserved(self._request_id)
 
-    def _on_settled(self, outbound: Outbound) -> None:
+    def _on_settled(self, outbound: Outgoing) -> None:
         if outbound.error is not None:
             self._desk.failed(self._request_id)
 
@@ -125,14 +124,14 @@ class DecodeLeg:
         self._memory = blocks
         self._lock = threading.Lock()
         self._answered = threading.Event()
-        self._inbound: Inbound | None = None
+        self._inbound: Incoming | None = None
         self._blocks: list[int] = []
         self._private: list[int] = []
         self._held = self._positions = 0
         self._placed = self._cancelled = self._over = False
         self.committed_at: float | None = None
 
-    def start(self, receiver: Receiver, leg: Leg, token_ids: Sequence[int]) -> None:
+    def start(self, receiver: ReceivingEnd, leg: Leg, token_ids: Sequence[int]) -> None:
         """Worker thread. Raises what `Receiver.fetch` raises."""
         self._positions = len(token_ids) - 1
         self._inbound = receiver.fetch(leg, token_ids, self)

@@ -24,12 +24,31 @@ def page_locked(size: int) -> NDArray[np.uint8]:
     with contextlib.suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)
     made = np.frombuffer(memory, dtype=np.uint8)
-    address = made.ctypes.data
-    error = torch.cuda.cudart().cudaHostRegister(address, size, 0)
-    if int(error) != 0:
-        raise MemoryError(f"{size} bytes of host memory can't be locked for the GPU: {error}")
-    weakref.finalize(made, _unlock, address).atexit = False
+    _register(made)
+    weakref.finalize(made, _unlock, made.ctypes.data).atexit = False
     return made
+
+
+def lock_pages(memory: NDArray[np.uint8]) -> None:
+    """Memory that somebody else has made, shared with another process say, for as long as this
+    process runs.
+
+    Raises:
+        MemoryError: the driver locks no more.
+    """
+    _register(memory)
+    _for_good.append(memory)
+
+
+_for_good: list[NDArray[np.uint8]] = []
+
+
+def _register(memory: NDArray[np.uint8]) -> None:
+    error = torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)
+    if int(error) != 0:
+        raise MemoryError(
+            f"{memory.nbytes} bytes of host memory can't be locked for the GPU: {error}"
+        )
 
 
 def _unlock(address: int) -> None:

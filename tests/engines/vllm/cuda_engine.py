@@ -133,7 +133,11 @@ class Engine:
         for memory in self.caches.values():
             numbers = rng.integers(-2000, 2000, tuple(memory.shape)).astype(np.float32)
             memory.copy_(torch.from_numpy(numbers))
-        on_cpu = {"side": side or Inline(), "memory": lambda n: np.zeros(n, np.uint8)}
+        on_cpu = {
+            "side": side or Inline(),
+            "memory": lambda n: np.zeros(n, np.uint8),
+            "lock": lambda memory: None,
+        }
         locked = {} if ON_GPU else on_cpu
         self.blocks = cuda.CudaBlocks(self.caches, pages, self.backend, size, **locked)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,11 +20,14 @@ from engines.vllm.cuda_engine import ON_GPU, PAGES, Engine
 
 from pdctl.engines.interface import Leg
 from pdctl.handoff import schedule
+from pdctl.handoff.apart.receiving import ApartReceiver
+from pdctl.handoff.apart.sending import ApartSender
 from pdctl.handoff.counters import CounterBoard
 from pdctl.handoff.identity import Identity
+from pdctl.handoff.opening import Opening, open_receiver, open_sender
 from pdctl.handoff.page import Patterns
-from pdctl.handoff.receiver import Inbound, Receiver, Want
-from pdctl.handoff.sender import Outbound, Sender
+from pdctl.handoff.seam import Incoming, Outgoing, ReceivingEnd, SendingEnd
+from pdctl.handoff.sink import Want
 from pdctl.handoff.ticket import mint
 
 KEY, DIGEST = bytes(32), "d" * 64
@@ -80,13 +85,16 @@ class Sink:
         self.error = error
 
 
-def test_a_late_copy_still_finds_the_pieces_that_came(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("place", ["inside", "apart"])
+def test_a_late_copy_still_finds_the_pieces_that_came(
+    monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
     """R10: a piece's memory is received into again only once the copy out of it is over, also in
     the next handoff on the same connection. On a GPU, as late as that is."""
     monkeypatch.setattr(schedule, "PIECE_BYTES", 1)
     engine = Engine(size=64, side=Late())
     tokens, blocks = 5 * 64 + 7, [4, 0, 3, 1, 5, 2]
-    with ends(engine) as (sender, receiver):
+    with ends(engine, place) as (sender, receiver):
         for turn in range(50 if ON_GPU else 2):
             outbound, inbound = handed_over(sender, receiver, tokens, Sink(engine, blocks, tokens))
             sent = outbound.pages()
@@ -95,29 +103,45 @@ def test_a_late_copy_still_finds_the_pieces_that_came(monkeypatch: pytest.Monkey
             outbound.finish(0)
             assert inbound.settled.wait(WAIT_S)
             assert inbound.error is None
-            assert inbound.received_bytes == sent.nbytes
             for layer in range(PAGES.layers):
                 wanted = sent[:, layer].transpose(1, 0, 2, 3, 4).reshape(2, -1, 3, 64)[:, :tokens]
                 assert np.array_equal(engine.tokens(layer, blocks)[:, :tokens], wanted)
 
 
 @contextmanager
-def ends(engine: Engine) -> Iterator[tuple[Sender, Receiver]]:
+def ends(engine: Engine, place: str) -> Iterator[tuple[SendingEnd, ReceivingEnd]]:
+    """In this process, or in processes of their own."""
+
     def report(room: int, cause: str, detail: str) -> None:
         raise AssertionError((room, cause, detail))
 
-    memory = engine.blocks.page_memory
-    common: Any = {"timeout_s": WAIT_S, "board": CounterBoard(), "on_failed": report}
-    sender = Sender(
-        Identity("p0", KEY, DIGEST),
-        PAGES,
-        listen=("127.0.0.1", 0),
-        budget_bytes=64 * PAGES.page_bytes,
-        memory=memory,
-        **common,
+    sending, receiving = (
+        Opening(
+            identity=Identity(name, KEY, DIGEST),
+            geometry=PAGES,
+            sends=name == "p0",
+            timeout_s=WAIT_S,
+            buffer_bytes=64 * PAGES.page_bytes,
+        )
+        for name in ("p0", "d0")
     )
-    receiver = Receiver(Identity("d0", KEY, DIGEST), PAGES, memory=memory, **common)
+    sender: SendingEnd
+    receiver: ReceivingEnd
+    if place == "apart":
+        common: Any = {
+            "lock": engine.blocks.lock,
+            "board": CounterBoard(),
+            "on_failed": report,
+            "on_lost": lambda error: None,
+        }
+        sender, receiver = ApartSender(sending, **common), ApartReceiver(receiving, **common)
+    else:
+        given = (os.environ, CounterBoard(), report)
+        memory = engine.blocks.page_memory
+        sender = open_sender(sending, *given, memory=memory)
+        receiver = open_receiver(receiving, *given, memory=memory)
     sender.port = sender.start()
+    receiver.start()
     yield sender, receiver
     receiver.close()
     sender.close()
@@ -125,8 +149,8 @@ def ends(engine: Engine) -> Iterator[tuple[Sender, Receiver]]:
 
 
 def handed_over(
-    sender: Sender, receiver: Receiver, tokens: int, sink: Sink
-) -> tuple[Outbound, Inbound]:
+    sender: SendingEnd, receiver: ReceivingEnd, tokens: int, sink: Sink
+) -> tuple[Outgoing, Incoming]:
     room = secrets.randbits(62)
     leg = Leg(
         room=room,
@@ -136,7 +160,9 @@ def handed_over(
         sender=f"127.0.0.1:{sender.port}",
         timeout_s=WAIT_S,
     )
+    reserved = threading.Event()
     outbound = sender.admit(
-        leg, range(tokens), on_reserved=lambda _: None, on_settled=lambda _: None
+        leg, range(tokens), on_reserved=lambda _: reserved.set(), on_settled=lambda _: None
     )
+    assert reserved.wait(WAIT_S)
     return outbound, receiver.fetch(leg, range(tokens), sink)

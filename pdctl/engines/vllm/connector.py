@@ -49,7 +49,12 @@ class NoticeMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
 
 class PdctlConnector(KVConnectorBase_V1):  # type: ignore[misc]
-    """Thin: every method is one call. The halves are made where vLLM makes them usable."""
+    """Thin: every method is one call. The halves are made where vLLM makes them usable.
+
+    CUDA graphs stay as the user has them. vLLM's default replays a whole graph in steps that only
+    decode, which a prompt with a leg meets at most with a chunk of one token; every other step
+    calls `save_kv_layer`. What a whole graph has computed is copied after it (`Exports.finish`).
+    """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
@@ -71,11 +76,6 @@ class PdctlConnector(KVConnectorBase_V1):  # type: ignore[misc]
         else:
             http_port = int(transfer.get_from_extra_config("http_port", 0))
             self._session = Session(os.environ, http_port)
-
-    @classmethod
-    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """True where pages leave per layer: whole CUDA graphs replay no `save_kv_layer`."""
-        return Role(extra_config.get("role", "both")) is Role.PREFILL
 
     @property
     def requires_kv_delivery(self) -> bool:

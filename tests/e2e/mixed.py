@@ -172,6 +172,12 @@ class Mixed(Mending):
         os.kill(worker.pid, signal.SIGKILL)
         return pid
 
+    def kill_plane(self, replica: str) -> None:
+        """SIGKILL to the process that its data plane runs in."""
+        family = self.processes(replica)
+        plane = next(p for p in family if "pdctl.handoff.apart" in title(p))
+        os.kill(plane.pid, signal.SIGKILL)
+
     def leftovers(self) -> Iterator[str]:
         """vLLM's and SGLang's processes rename themselves; each wrote down that it started."""
         yield from super().leftovers()

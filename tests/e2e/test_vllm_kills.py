@@ -90,15 +90,16 @@ def recomputing(
 
 @pytest.mark.parametrize("path", ["mp>vd", "vp>vd"])
 def test_decode_computes_the_prompt_itself_and_says_so(recomputing: Mixed, path: str) -> None:
-    """R72: prefill is killed in a handoff. vLLM's had answered, MLX's had not; the text is what vd
-    computes alone, and the header and both counters tell who made it."""
+    """R72: prefill is killed in a handoff, vLLM's by the death of its data plane, which it does not
+    outlive. vLLM's had answered, MLX's had not; the text is what vd computes alone, and the header
+    and both counters tell who made it."""
     cluster, prefill = recomputing, path.partition(">")[0]
     prompt, before = digits(LONG_TOKENS, ord(path[0])), cluster.replica("vd")
     with cluster.faults.of("write is slow"):
         request = sent_slowly(cluster, path, prompt)
         if prefill == "vp":
             cluster.wait("vp has answered", lambda: cluster.replica("vp")["requests_active"] == 0)
-            cluster.kill_worker("vp")
+            cluster.kill_plane("vp")
         else:
             cluster.kill("mp")
     request.good()

@@ -45,9 +45,7 @@ def ended(pid: int) -> threading.Event:
     return gone
 
 
-@pytest.mark.parametrize(
-    ("side", "when"), [("sender", "writing"), ("receiver", "allocating"), ("receiver", "writing")]
-)
+@pytest.mark.parametrize(("side", "when"), [("sender", "writing"), ("receiver", "allocating")])
 def test_a_dead_data_plane_fails_what_is_open_by_name(
     side: str, when: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -210,3 +212,12 @@ def test_goodput_has_a_column_only_where_it_was_asked_for() -> None:
 def test_an_interrupted_cell_says_how_many_rounds_it_has() -> None:
     points = cells([turn(sample(), pair=False)], [turn(sample())])
     assert "- p0>d0 at 66 tokens: 1 of 2 rounds, then interrupted" in markdown(RUN, points)
+
+
+def test_the_guide_names_every_field_of_a_point() -> None:
+    """Beside those that `vllm bench serve` has too."""
+    guide = (Path(__file__).parents[3] / "docs" / "choosing-roles.md").read_text()
+    table = guide.partition("In the JSON stand beside")[2].partition("\n\n`")[0]
+    named = set(re.findall(r"`(pd_\w+)`", table))
+    required = {name.removesuffix("_required") for name in PD_FIELDS}
+    assert named == required

@@ -179,8 +179,10 @@ class RealCluster:
         router: Router,
         http: aiohttp.ClientSession,
         processes: dict[str, asyncio.subprocess.Process],
+        model: Path,
     ) -> None:
         self.agent = agent
+        self.model = model
         self.router = router
         self.http = http
         self.processes = processes
@@ -208,7 +210,9 @@ class RealCluster:
                     assert process.returncode is None, f"{name} ended"
 
 
-def assignment_of(names: str, timeout_s: float = 60.0) -> RouterAssignment:
+def assignment_of(
+    names: str, timeout_s: float = 60.0, policy: str = "round_robin"
+) -> RouterAssignment:
     return RouterAssignment(
         cluster="test",
         run="run1",
@@ -216,7 +220,7 @@ def assignment_of(names: str, timeout_s: float = 60.0) -> RouterAssignment:
         plan=plan_of(names, timeout_s=timeout_s),
         contract=CONTRACT,
         api_key=None,
-        policy="round_robin",
+        policy=policy,
         on_failure=OnFailure.ERROR,
         model_dir="",
     )
@@ -224,15 +228,16 @@ def assignment_of(names: str, timeout_s: float = 60.0) -> RouterAssignment:
 
 @contextlib.asynccontextmanager
 async def real_cluster(
-    names: str, family: str = "llama", *, timeout_s: float = 60.0
+    names: str, family: str = "llama", *, timeout_s: float = 60.0, policy: str = "round_robin"
 ) -> AsyncIterator[RealCluster]:
     """Replicas as processes (their logs go to this process's stderr), the router in this one;
     ready when every path's canary has passed."""
-    assignment = assignment_of(names, timeout_s)
+    assignment = assignment_of(names, timeout_s, policy)
     plan = assignment.plan
     async with contextlib.AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         model = tiny.make_checkpoint(folder / "model", family)
+        assignment = msgspec.structs.replace(assignment, model_dir=str(model))
         agent = StubAgent(str(folder / "agent.sock"), assignment)
         server = await asyncio.start_unix_server(agent.serve, agent.path)
         stack.callback(server.close)
@@ -248,7 +253,7 @@ async def real_cluster(
         started = anyio.Event()
         tasks.start_soon(lambda: router.run(started=started))
         await started.wait()
-        running = RealCluster(agent, router, http, processes)
+        running = RealCluster(agent, router, http, processes, model)
         await running.ready(*(path.text for path in router.roster.paths))
         yield running
 

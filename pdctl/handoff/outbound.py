@@ -295,12 +295,12 @@ class Outbound(EndsOnce):
             return None
         step = self._schedule.step()
         if isinstance(step, wire.End):
-            if self.peer is not None and self.peer.reads and self._taken < self._placed:
+            if self._taken < self._placed:
                 return None
             self._machine.on(Event.END)
         elif step is not None:
             self._machine.on(Event.PAGES)
-            self._placed += 1
+            self._placed += self.peer is not None and self.peer.reads
             if self._pages is not None:
                 last = step.first_layer + step.layers
                 self._pages[step.page, step.first_layer : last, :, step.slots :] = 0

@@ -31,7 +31,7 @@ from handoff.peers import (
     say_hello,
     send_page,
 )
-from handoff.secure import encrypted
+from handoff.transports import SENDS, TRANSPORTS
 
 from pdctl.errors import HandoffError, PeerLost, ProtocolViolation, TicketRejected
 from pdctl.handoff import wire
@@ -41,14 +41,19 @@ from pdctl.handoff.link import Link
 from pdctl.handoff.sender import MAX_UNPROVED, Outbound
 from pdctl.handoff.serving import HANDSHAKE_S
 from pdctl.handoff.transport.memory import CAPACITY_BYTES, MemoryTransport
-from pdctl.handoff.transport.tcp import TcpTransport
 
 TOKENS = 130
 IDS = list(range(TOKENS))
 
 
-@pytest.fixture(params=[MemoryTransport, TcpTransport, encrypted], ids=["memory", "tcp", "tls"])
+@pytest.fixture(params=SENDS)
 def transport(request):
+    return request.param()
+
+
+@pytest.fixture(params=TRANSPORTS)
+def any_transport(request):
+    """Also of senders whose memory is read: the control stream is the same."""
     return request.param()
 
 
@@ -185,15 +190,17 @@ def test_a_sender_that_breaks_the_order_commits_nothing(transport, breaks):
         wire.Offer(tokens=TOKENS, token_sha256=bytes(32), pages=1),
         wire.End(pages=0, first_token=None),
         wire.Challenge(nonce=bytes(32)),
+        wire.Taken(pieces=1),
+        wire.Placed(address=8, device=0, xxh3=7),
     ],
     ids=lambda message: type(message).__name__,
 )
-def test_a_receiver_that_breaks_the_order_fails_alone(transport, message):
+def test_a_receiver_that_breaks_the_order_fails_alone(any_transport, message):
     """R28, R29: what a receiver may not say ends its handoff as a ProtocolViolation."""
-    with both_ends(transport) as ends:
+    with both_ends(any_transport) as ends:
         leg = ends.leg()
         outbound = ends.admit(leg, IDS, Prefill())
-        with proved_link(transport, ends.port) as link:
+        with proved_link(any_transport, ends.port) as link:
             say_hello(link, leg)
             assert isinstance(hear(link), wire.Offer)
             link.send(message, leg.room)
@@ -206,12 +213,12 @@ def test_a_receiver_that_breaks_the_order_fails_alone(transport, message):
         assert sink.committed
 
 
-def test_a_second_hello_on_a_busy_connection_is_refused(transport):
+def test_a_second_hello_on_a_busy_connection_is_refused(any_transport):
     """A connection serves one handoff at a time."""
-    with both_ends(transport) as ends:
+    with both_ends(any_transport) as ends:
         leg = ends.leg()
         outbound = ends.admit(leg, IDS, Prefill())
-        with proved_link(transport, ends.port) as link:
+        with proved_link(any_transport, ends.port) as link:
             say_hello(link, leg)
             assert isinstance(hear(link), wire.Offer)
             say_hello(link, ends.leg())
@@ -219,12 +226,12 @@ def test_a_second_hello_on_a_busy_connection_is_refused(transport):
         assert outbound.settled.wait(WAIT_S)
 
 
-def test_an_abort_without_a_reason_is_an_error_all_the_same(transport):
+def test_an_abort_without_a_reason_is_an_error_all_the_same(any_transport):
     """A cause that nobody knows is a HandoffError with the peer's words."""
-    with both_ends(transport) as ends:
+    with both_ends(any_transport) as ends:
         leg = ends.leg()
         outbound = ends.admit(leg, IDS, Prefill())
-        with proved_link(transport, ends.port) as link:
+        with proved_link(any_transport, ends.port) as link:
             say_hello(link, leg)
             assert isinstance(hear(link), wire.Offer)
             link.send(wire.Abort(cause="from the future", detail="no idea"), leg.room)
@@ -233,9 +240,9 @@ def test_an_abort_without_a_reason_is_an_error_all_the_same(transport):
         assert "no idea" in outbound.error.message
 
 
-def test_a_stranger_without_the_key_is_refused(transport):
+def test_a_stranger_without_the_key_is_refused(any_transport):
     """Each end proves the cluster's key over the other's nonce."""
-    with both_ends(transport) as ends, raw_link(transport, ends.port) as link:
+    with both_ends(any_transport) as ends, raw_link(any_transport, ends.port) as link:
         asked = hear(link)
         forged = proof(b"x" * 32, b"receiver", asked.nonce, bytes(32))
         link.send(wire.Answer(nonce=bytes(32), proof=forged))
@@ -271,12 +278,12 @@ def test_a_sender_without_the_key_gets_no_ticket(transport):
         fake.close()
 
 
-def test_random_bytes_to_the_port_leave_nothing(transport):
+def test_random_bytes_to_the_port_leave_nothing(any_transport):
     """A port scanner costs a connection, not a thread."""
     chance = random.Random(1)
-    with both_ends(transport) as ends:
+    with both_ends(any_transport) as ends:
         for _ in range(40):
-            with raw_link(transport, ends.port) as link:
+            with raw_link(any_transport, ends.port) as link:
                 hear(link)
                 link.connection.send([memoryview(chance.randbytes(chance.randint(36, 400)))])
                 with pytest.raises(PeerLost):
@@ -285,13 +292,13 @@ def test_random_bytes_to_the_port_leave_nothing(transport):
         assert sink.committed
 
 
-def test_mutated_frames_after_the_proof_leave_the_sender_working(transport):
+def test_mutated_frames_after_the_proof_leave_the_sender_working(any_transport):
     """A peer that knows the key and sends garbage ends its own connection only."""
     chance = random.Random(2)
-    with both_ends(transport) as ends:
+    with both_ends(any_transport) as ends:
         for _ in range(60):
             leg = ends.leg()
-            with proved_link(transport, ends.port) as link:
+            with proved_link(any_transport, ends.port) as link:
                 hello = wire.Hello(decode="d0", ticket=leg.ticket)
                 raw = bytearray(wire.frame(hello, leg.room, fingerprint="5d" * 32))
                 raw[chance.randrange(len(raw))] ^= 1 << chance.randrange(8)

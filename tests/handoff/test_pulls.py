@@ -199,6 +199,22 @@ def test_a_receiver_that_takes_what_was_not_placed_fails_alone(pieces):
         assert ends.run(TOKENS, Sink())[0].done
 
 
+def test_a_receiver_that_is_sent_pages_has_taken_none():
+    """It did not ask to read: a Taken from it ends its handoff."""
+    with both_ends(TcpTransport()) as ends:
+        leg = ends.leg()
+        outbound = ends.admit(leg, IDS, Prefill())
+        ends.compute(outbound)
+        with proved_link(TcpTransport(), ends.port) as link:
+            link.send(wire.Hello(decode="d0", ticket=leg.ticket), leg.room, fingerprint=DIGEST)
+            assert isinstance(hear(link), wire.Offer)
+            link.send(wire.Grant(tokens=TOKENS, held_tokens=0, first_token=True), leg.room)
+            assert link.read_header().kind is wire.Kind.PAGES
+            link.send(wire.Taken(pieces=1), leg.room)
+            assert outbound.settled.wait(WAIT_S)
+        assert isinstance(outbound.error, ProtocolViolation)
+
+
 def test_the_end_comes_after_the_last_piece_was_taken():
     """R28: pages stay the prompt's until the receiver has read them."""
     transport = Read()

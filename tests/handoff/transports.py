@@ -9,9 +9,9 @@ from handoff.secure import encrypted
 from pdctl.handoff.transport.memory import MemoryTransport
 from pdctl.handoff.transport.tcp import TcpTransport
 
-TRANSPORTS = [
+SENDS = [
     pytest.param(MemoryTransport, id="memory"),
     pytest.param(TcpTransport, id="tcp"),
     pytest.param(encrypted, id="tls"),
-    *READS,
 ]
+TRANSPORTS = [*SENDS, *READS]

@@ -15,9 +15,10 @@ import msgspec
 import numpy as np
 import psutil
 import pytest
+from handoff.apart.planes import ApartEnds, apart
 from handoff.ends import DIGEST, KEY, WAIT_S, Leg, Sink, kv
 
-from pdctl.errors import PeerLost
+from pdctl.errors import HandoffError, PeerLost
 from pdctl.handoff.counters import CounterBoard
 from pdctl.handoff.identity import Identity
 from pdctl.handoff.page import PageGeometry
@@ -25,6 +26,7 @@ from pdctl.handoff.pulls import SLOTS
 from pdctl.handoff.receiver import Inbound, Receiver
 from pdctl.handoff.ticket import mint
 from pdctl.handoff.transport.nixl import NixlReach, installed
+from pdctl.topology.model import Transport
 
 pytestmark = pytest.mark.skipif(installed() is None, reason="needs nixl-cu12 in this environment")
 
@@ -177,6 +179,24 @@ def test_a_frozen_sender_is_given_up_and_goes_on_when_it_thaws(receiver: Receive
         check_whole(receiver, sender, LONG)
     finally:
         sender.close()
+
+
+def test_data_planes_beside_their_engines_read_each_other() -> None:
+    """R25: the memory that is exposed is shared with the engine's process; so is what pieces are
+    placed from."""
+    with apart(transports={"p0": Transport.NIXL, "d0": Transport.NIXL}) as ends:
+        for tokens in (2, 51, 65, 129, 193, 5000):
+            sink = Sink(spare=0, first_token=True)
+            assert ends.run(tokens, sink, chunk=50) is None
+            np.testing.assert_array_equal(sink.pages, kv(tokens))
+        assert ends.got.read().host_bytes == ends.sent.read().host_bytes > 0
+
+
+def test_a_data_plane_whose_nixl_does_not_start_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not take TCP instead, without a word."""
+    monkeypatch.setenv("UCX_TLS", "nothing")
+    with pytest.raises(HandoffError, match="NIXL"):
+        ApartEnds(transports={"p0": Transport.NIXL, "d0": Transport.NIXL})
 
 
 def test_memory_that_was_not_exposed_is_not_read(reach: NixlReach) -> None:

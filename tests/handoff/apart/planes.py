@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from handoff.ends import DIGEST, KEY, SMALL, WAIT_S, Ends, Prefill, Sink, kv, nothing_left
 
@@ -17,6 +18,7 @@ from pdctl.handoff.counters import CounterBoard
 from pdctl.handoff.identity import Identity
 from pdctl.handoff.opening import Opening
 from pdctl.handoff.page import PageGeometry
+from pdctl.topology.model import Transport
 
 TIMEOUT_S = 60.0
 
@@ -30,21 +32,23 @@ class ApartEnds(Ends):
         *,
         budget_bytes: int = 1 << 24,
         lock: Callable[[Bytes], None] | None = None,
+        transports: dict[str, Transport] | None = None,
     ) -> None:
         self.geometry = geometry
+        ways = transports or {}
         self.sent, self.got = CounterBoard(), CounterBoard()
         self.failed: list[tuple[str, int, str]] = []
         self.lost: list[HandoffError] = []
         self.gone = threading.Event()
         self.sender = ApartSender(
-            opening(geometry, sends=True, buffer_bytes=budget_bytes),
+            opening(geometry, sends=True, buffer_bytes=budget_bytes, transports=ways),
             lock=lock,
             board=self.sent,
             on_failed=lambda room, cause, detail: self.failed.append(("p0", room, cause)),
             on_lost=self._on_lost,
         )
         self.receiver = ApartReceiver(
-            opening(geometry, sends=False),
+            opening(geometry, sends=False, transports=ways),
             lock=lock,
             board=self.got,
             on_failed=lambda room, cause, detail: self.failed.append(("d0", room, cause)),
@@ -97,7 +101,7 @@ def settle(*handoffs: ApartOutbound | ApartInbound) -> None:
         assert each.settled.wait(WAIT_S)
 
 
-def opening(geometry: PageGeometry, *, sends: bool, **more: int) -> Opening:
+def opening(geometry: PageGeometry, *, sends: bool, **more: Any) -> Opening:
     identity = Identity("p0" if sends else "d0", KEY, DIGEST)
     return Opening(identity=identity, geometry=geometry, sends=sends, timeout_s=TIMEOUT_S, **more)
 

@@ -61,7 +61,8 @@ def check(settings: Settings, context_length: int) -> None:
     for tokens in settings.input_lens:
         if tokens < MIN_INPUT_TOKENS:
             raise UsageError(
-                f"--input-lens {tokens} is too short: a handoff needs {MIN_INPUT_TOKENS} tokens"
+                f"--input-lens {tokens} is too short: under {MIN_INPUT_TOKENS} tokens nothing "
+                "is handed over"
             )
         if tokens + settings.output_len > context_length:
             raise UsageError(

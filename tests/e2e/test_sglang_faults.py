@@ -44,12 +44,12 @@ def known(three: Mixed) -> tuple[str, str]:
 
 @pytest.fixture
 def ways(three: Mixed, ledger: Ledger, known: tuple[str, str]) -> Iterator[dict[str, Way]]:
-    three.settle()
+    three.settle(BACK_S)
     yield {
         path: Way(three, three.links[path.partition(">")[0]], path, *known, ledger, path)
         for path in PATHS
     }
-    three.settle()
+    three.settle(BACK_S)
 
 
 @pytest.fixture(params=PATHS)

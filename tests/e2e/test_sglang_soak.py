@@ -33,7 +33,7 @@ def test_sixteen_clients_of_three_engines_and_one_replica_is_killed(
     requests that were on the killed replica hear of it, by its name; it is back and takes its
     share; memory and descriptors of the others stay flat."""
     answers = clear_answers(three, checkpoints["llama"], "md")
-    three.wait("every pair ready", three.ready)
+    three.settle(BACK_S)
     clients, enough = Crowd(three, answers, [None]), threading.Event()
     with ThreadPoolExecutor(1) as pool:
         load = pool.submit(clients.run, SOAK_S, lambda: not enough.is_set())

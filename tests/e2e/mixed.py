@@ -27,6 +27,8 @@ BUFFER_TOKENS = CONTEXT - 128
 BUFFER = f'buffer_bytes = "{BUFFER_TOKENS // 64 * 128}KiB"'
 KV_OWNERS = ("Worker", "scheduler")
 """In the name of the process that owns a replica's KV memory: vLLM's, SGLang's."""
+PLANE = "pdctl.handoff.apart"
+"""In that of its data plane's."""
 
 
 def mixed_text(
@@ -165,17 +167,20 @@ class Mixed(Mending):
         return found
 
     def kill_worker(self, replica: str) -> int:
-        """SIGKILL to the process of a replica that owns its KV memory; the replica's pid."""
+        """SIGKILL to the process of a replica that owns its KV memory; the replica's pid. Its data
+        plane is gone on return: it notices once the system has taken the other's memory back."""
         pid = int(self.replica(replica)["pid"])
         family = self.processes(replica)
         worker = next(p for p in family if any(kind in title(p) for kind in KV_OWNERS))
+        planes = [child for child in worker.children() if PLANE in title(child)]
         os.kill(worker.pid, signal.SIGKILL)
+        self.wait("its data plane is gone", lambda: not any(map(runs, planes)), 10)
         return pid
 
     def kill_plane(self, replica: str) -> None:
         """SIGKILL to the process that its data plane runs in."""
         family = self.processes(replica)
-        plane = next(p for p in family if "pdctl.handoff.apart" in title(p))
+        plane = next(p for p in family if PLANE in title(p))
         os.kill(plane.pid, signal.SIGKILL)
 
     def leftovers(self) -> Iterator[str]:
@@ -199,6 +204,10 @@ class Mixed(Mending):
         lines = text.splitlines()
         found = next(line for line in lines if line.startswith("vllm:prompt_tokens_total"))
         return float(found.rsplit(" ", 1)[1])
+
+
+def runs(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
 def title(process: psutil.Process) -> str:

@@ -13,7 +13,7 @@ from contextlib import suppress
 import psutil
 import pytest
 from e2e.faults import ANSWER_S, Ledger, Request
-from e2e.mixed import Mixed
+from e2e.mixed import Mixed, runs
 from e2e.test_faults_strangers import GARBAGE, closes
 from e2e.test_soak import CLEAR_GAP, answer_alone
 from e2e.way import EDITS, TICKETS, Ticket, Way
@@ -197,7 +197,3 @@ def kill_decode(three: Mixed, way: Way) -> None:
     took_s = before.told("sd")
     way.row("decode killed before a transfer", before.answer, took_s, 0)
     Request(three, way.prompt, path="vp>md", max_tokens=8).good(way.expected)
-
-
-def runs(process: psutil.Process) -> bool:
-    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE

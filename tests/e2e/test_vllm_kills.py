@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 from e2e.faults import Request
-from e2e.mixed import Mixed
+from e2e.mixed import Mixed, runs
 from engines.vllm_replicas import needs_vllm
 from tiny import digits
 
@@ -73,10 +73,6 @@ def check_back(cluster: Mixed, before: dict[str, list[psutil.Process]]) -> None:
         found = Request(cluster, OTHER, path=path, max_tokens=8).good().text
         assert found.strip() == expected.strip()
     cluster.wait("nothing in flight", cluster.idle, 10)
-
-
-def runs(process: psutil.Process) -> bool:
-    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
 @pytest.fixture(scope="module")

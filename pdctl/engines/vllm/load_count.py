@@ -35,10 +35,6 @@ class LoadCount:
         if room is not None:
             self._over.append(room)
 
-    def is_active(self, request_id: str) -> bool:
-        """Whether it came and has not finished."""
-        return request_id in self._active
-
     def take(self, scheduled: Any) -> Load:
         """Of the step that was just scheduled, and since the one before."""
         computing = (self._rooms.get(name) for name in scheduled.num_scheduled_tokens)

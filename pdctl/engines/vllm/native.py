@@ -3,8 +3,9 @@
 It is vLLM's in everything that moves the KV cache. A subclass, not a second connector beside it
 (`MultiConnector`): one object sees vLLM's calls in vLLM's order, and what is added neither
 answers a question of the scheduler's nor holds a block. Added is: the agent is told what was
-loaded, and is asked first; requests and handoffs are counted; and blocks of a prefill request
-whose reader will never come are let go at once, instead of when their lease runs out.
+loaded, and is asked first; requests and handoffs are counted; and the scheduler hears of no
+reading that it does not wait for. Blocks that decode was told of and will not read, vLLM lets go
+by itself; blocks that decode never heard of, when their lease of 30 s runs out.
 """
 
 from __future__ import annotations
@@ -22,8 +23,6 @@ from pdctl.engines.vllm.native_half import NativeHalf, NativeStep
 from pdctl.engines.vllm.session import Session
 from pdctl.handoff.counters import OF_A_HANDOFF, OF_PAGES
 from pdctl.topology.model import Role
-
-log = logging.getLogger("pdctl.engines.vllm")
 
 
 class NativeConnector(NixlConnector):  # type: ignore[misc]
@@ -63,18 +62,6 @@ class NativeConnector(NixlConnector):  # type: ignore[misc]
             for failed in step.failed:
                 self._session.board.failure(failed.cause)
                 self._session.report(failed)
-            for name in step.release:
-                self._release(name)
-
-    def _release(self, request_id: str) -> None:
-        """As a reader that is through says it, on the way that it takes: vLLM looks for this
-        word later in the same step."""
-        agent = self.connector_worker.nixl_wrapper
-        try:
-            agent.send_notif(agent.name, notif_msg=f"{request_id}:1".encode())
-        # whatever it is, their lease ends, and the engine must not (R34)
-        except Exception:
-            log.exception("request=%s its blocks wait for their lease to end", request_id)
 
     def shutdown(self) -> None:
         try:
@@ -108,24 +95,20 @@ class NativeConnector(NixlConnector):  # type: ignore[misc]
             received = connector_output.finished_recving
             if received:
                 connector_output.finished_recving = self._half.received(received)
-            self._half.sent(connector_output.finished_sending or set())
 
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self._finished(request, super().request_finished(request, block_ids))
+        if self._half is not None:
+            self._half.finished(request)
+        return super().request_finished(request, block_ids)  # type: ignore[no-any-return]
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self._finished(request, super().request_finished_all_groups(request, block_ids))
-
-    def _finished(
-        self, request: Any, answer: tuple[bool, dict[str, Any] | None]
-    ) -> tuple[bool, dict[str, Any] | None]:
         if self._half is not None:
-            self._half.finished(request, kept=answer[0])
-        return answer
+            self._half.finished(request)
+        return super().request_finished_all_groups(request, block_ids)  # type: ignore[no-any-return]
 
 
 def _block_bytes(kv_cache_config: Any) -> int:

@@ -1,5 +1,5 @@
-"""What is added to vLLM's own handoff in its scheduler's process: counts, and the blocks of
-prefill requests that nobody will read. It decides nothing about a request. No I/O, no engine.
+"""What is added to vLLM's own handoff in its scheduler's process: counts. It decides nothing
+about a request. No I/O, no engine.
 
 A decode end sees each handoff begin and end. A prefill end can't tell a reader from a lease that
 ran out, so it counts none. All methods are called by the scheduler's thread; objects of vLLM are
@@ -15,7 +15,7 @@ import msgspec
 
 from pdctl.engines.channel import Failed
 from pdctl.engines.interface import Leg
-from pdctl.engines.vllm.asks import leg_of, released
+from pdctl.engines.vllm.asks import leg_of
 from pdctl.engines.vllm.load_count import LoadCount
 from pdctl.engines.vllm.steps import Load
 from pdctl.errors import PeerLost
@@ -37,8 +37,6 @@ class NativeStep(msgspec.Struct, frozen=True, kw_only=True):
     load: Load = Load()
     counted: list[Counted] = []
     failed: list[Failed] = []
-    release: list[str] = []
-    """Prefill requests that have ended and whose blocks nobody will read."""
 
 
 class Reading(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,10 +58,6 @@ class NativeHalf:
         self._block_bytes = block_bytes
         self._moved = moved
         self._count = LoadCount()
-        self._rooms: dict[int, str] = {}
-        """Room → the prefill request whose blocks wait for their reader, or that still runs."""
-        self._unread: set[int] = set()
-        """Of these, the ones that a reader will not come for."""
         self._legs: dict[str, Leg] = {}
         """Of decode requests."""
         self._reading: dict[str, Reading] = {}
@@ -71,23 +65,17 @@ class NativeHalf:
         """Requests whose blocks vLLM's scheduler holds until it hears that they were read."""
         self._counted: list[Counted] = []
         self._failed: list[Failed] = []
-        self._release: list[str] = []
 
     def arrived(self, request: Any) -> None:
         self._count.arrived(request)
         params = request.kv_transfer_params
         if not isinstance(params, dict) or "pdctl" not in params:
             return
-        if (room := released(params["pdctl"])) is not None:
-            self._let_go(room)
-            return
         leg = leg_of(params)
         if leg is None:
             return
         self._count.follow(request.request_id, leg.room)
-        if params.get("do_remote_decode"):
-            self._rooms[leg.room] = request.request_id
-        else:
+        if not params.get("do_remote_decode"):
             self._legs[request.request_id] = leg
 
     def placed(self, request: Any, blocks: int, external_tokens: int) -> None:
@@ -129,30 +117,14 @@ class NativeHalf:
             )
         return awaited
 
-    def sent(self, names: set[str]) -> None:
-        """vLLM has freed the blocks of these prefill requests."""
-        self._rooms = {room: name for room, name in self._rooms.items() if name not in names}
-
-    def finished(self, request: Any, *, kept: bool) -> None:
-        """The request has ended, in whatever way; may be called twice.
-
-        Args:
-            kept: its blocks wait for their reader.
-        """
+    def finished(self, request: Any) -> None:
+        """The request has ended, in whatever way; may be called twice."""
         name = request.request_id
         self._count.finished(request)
         self._legs.pop(name, None)
         reading = self._reading.pop(name, None)
         if reading is not None:
             self._unfinished(reading, failed=request.status.name == "FINISHED_ERROR")
-        room = next((room for room, known in self._rooms.items() if known == name), None)
-        if room is None:
-            return
-        if not kept:
-            del self._rooms[room]
-        elif room in self._unread:
-            self._release.append(name)
-        self._unread.discard(room)
 
     def step(self, scheduled: Any) -> NativeStep:
         """What the worker's half is to know with the step that was just scheduled."""
@@ -160,19 +132,9 @@ class NativeHalf:
             load=self._count.take(scheduled),
             counted=self._counted,
             failed=self._failed,
-            release=self._release,
         )
-        self._counted, self._failed, self._release = [], [], []
+        self._counted, self._failed = [], []
         return made
-
-    def _let_go(self, room: int) -> None:
-        name = self._rooms.get(room)
-        if name is None:
-            return
-        if self._count.is_active(name):
-            self._unread.add(room)
-        else:
-            self._release.append(name)
 
     def _unfinished(self, reading: Reading, *, failed: bool) -> None:
         if not failed:

@@ -251,13 +251,15 @@ class Attempt:
 
     def _close(self) -> None:
         """Closes both connections and has unfinished legs aborted; waits for nothing, so a
-        second cancellation cannot interrupt it."""
+        second cancellation cannot interrupt it. Where decode follows prefill, what prefill keeps
+        is the engine's own to let go."""
         for call in self._unfinished():
             if self._room is not None and call.reached:
                 self._aborter.abort(call.seat, call.spec, self._room)
         prefill, handed_over = self._prefill, self._served and self.absorbed is None
         refused = prefill is not None and prefill.finished and not self._prefilled.is_set()
-        if prefill is not None and prefill.reached and not (refused or handed_over):
+        over = refused or handed_over or self._decode.follows
+        if prefill is not None and prefill.reached and not over:
             self._aborter.release(prefill.seat, prefill.spec, self._room or 0)
         for call in self._calls:
             call.close()

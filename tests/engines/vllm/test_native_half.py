@@ -35,10 +35,6 @@ def decode(name: str = "d") -> Any:
     return request(name, params)
 
 
-def order(room: int = LEG.room) -> Any:
-    return request("order", {"pdctl": {"release": room}}, tokens=1)
-
-
 def ended(asked: Any, status: str) -> Any:
     asked.status = SimpleNamespace(name=status)
     return asked
@@ -77,7 +73,7 @@ def test_a_handoff_is_counted_where_its_blocks_are_read(half: NativeHalf) -> Non
         "imported_tokens": 130,
         "host_bytes": 3 * BLOCK_BYTES,
     }
-    half.finished(ended(asked, "FINISHED_STOPPED"), kept=False)
+    half.finished(ended(asked, "FINISHED_STOPPED"))
     assert counts(half) == {}
 
 
@@ -93,7 +89,7 @@ def test_a_reading_that_does_not_end_well_is_counted_as_what_it_was(
     asked = decode()
     half.arrived(asked)
     half.placed(asked, 3, 130)
-    half.finished(ended(asked, status), kept=False)
+    half.finished(ended(asked, status))
     step = half.step(schedule())
     assert [(f.room, f.leg, f.cause) for f in step.failed] == [
         (LEG.room, "decode", PeerLost.cause)
@@ -109,40 +105,8 @@ def test_a_request_that_the_scheduler_does_not_wait_for_is_kept_from_it(half: Na
     vLLM's engine."""
     asked = decode()
     half.arrived(asked)
-    half.finished(ended(asked, "FINISHED_ABORTED"), kept=False)
+    half.finished(ended(asked, "FINISHED_ABORTED"))
     assert half.received({"d"}) == set()
-
-
-def test_blocks_that_nobody_will_read_are_let_go_at_once(half: NativeHalf) -> None:
-    """U2: not when their lease runs out; an unknown room changes nothing."""
-    asked = prefill()
-    half.arrived(asked)
-    half.finished(ended(asked, "FINISHED_LENGTH_CAPPED"), kept=True)
-    half.arrived(order(room=99))
-    assert half.step(schedule()).release == []
-    half.arrived(order())
-    assert half.step(schedule()).release == ["p"]
-    half.sent({"p"})
-    half.arrived(order())
-    assert half.step(schedule()).release == []
-
-
-def test_an_order_that_comes_before_the_end_holds_at_the_end(half: NativeHalf) -> None:
-    """The client may leave while the one token is still on its way."""
-    asked = prefill()
-    half.arrived(asked)
-    half.arrived(order())
-    assert half.step(schedule()).release == []
-    half.finished(ended(asked, "FINISHED_LENGTH_CAPPED"), kept=True)
-    assert half.step(schedule()).release == ["p"]
-
-
-def test_an_aborted_prefill_leaves_nothing_to_let_go(half: NativeHalf) -> None:
-    asked = prefill()
-    half.arrived(asked)
-    half.finished(ended(asked, "FINISHED_ABORTED"), kept=False)
-    half.arrived(order())
-    assert half.step(schedule()).release == []
 
 
 def test_load_and_progress_are_told_by_room_at_both_ends(half: NativeHalf) -> None:
@@ -153,7 +117,7 @@ def test_load_and_progress_are_told_by_room_at_both_ends(half: NativeHalf) -> No
     half.arrived(request("own", None, tokens=5))
     load = half.step(schedule("p", "own")).load
     assert (load.requests_active, load.prompt_tokens, load.decoding) == (3, 265, [LEG.room])
-    half.finished(ended(sent, "FINISHED_LENGTH_CAPPED"), kept=True)
+    half.finished(ended(sent, "FINISHED_LENGTH_CAPPED"))
     load = half.step(schedule("own")).load
     assert (load.requests_active, load.output_tokens, load.decoded) == (2, 1, [LEG.room])
 
@@ -163,6 +127,6 @@ def test_a_leg_that_is_none_is_an_ordinary_request(half: NativeHalf) -> None:
     asked = request("r", {"do_remote_prefill": True, "pdctl": {"room": "x"}})
     half.arrived(asked)
     half.placed(asked, 3, 130)
-    half.finished(ended(asked, "FINISHED_ERROR"), kept=False)
+    half.finished(ended(asked, "FINISHED_ERROR"))
     step = half.step(schedule("r"))
-    assert (step.counted, step.failed, step.release) == ([], [], [])
+    assert (step.counted, step.failed) == ([], [])

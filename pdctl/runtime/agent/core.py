@@ -233,6 +233,7 @@ class Agent:
 
     def attached(self, name: str, link: Link) -> None:
         self.links[name] = link
+        self.supervised[name].owned_by(link.peer[1])
 
     def detached(self, name: str, link: Link) -> None:
         if self.links.get(name) is link:

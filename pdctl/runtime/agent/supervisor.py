@@ -106,6 +106,13 @@ class Supervised:
             self._enter(State.STARTING)
         self._tasks.start_soon(self._watch, entry.mark, None, entry.incarnation)
 
+    def owned_by(self, pid: int | None) -> None:
+        """The process that has attached owns the engine's memory: where that ends the engine has
+        ended, however long its server takes to notice (SGLang's: 6 s)."""
+        owner = None if pid is None else process.mark_of(pid)
+        if owner is not None and owner != self.mark:
+            self._tasks.start_soon(self._watch_owner, owner, self.incarnation)
+
     def drain(self, *, undo: bool) -> bool:
         """Returns whether it was drained before."""
         before, self.drained = self.drained, not undo
@@ -242,6 +249,10 @@ class Supervised:
         await process.wait_exit(mark)
         status = None if child is None else await anyio.to_thread.run_sync(child.wait)
         self.post(Event.EXIT, _ending(status), incarnation=incarnation)
+
+    async def _watch_owner(self, owner: Mark, incarnation: int) -> None:
+        await process.wait_exit(owner)
+        self.post(Event.EXIT, "the process that owns its memory ended", incarnation=incarnation)
 
 
 def _ending(status: int | None) -> str:

@@ -165,6 +165,23 @@ async def test_a_lost_connection_has_time_to_come_back(tmp_path: Path) -> None:
         assert it.one.incarnation == 2
 
 
+async def test_an_engine_ends_with_the_process_that_owns_its_memory(tmp_path: Path) -> None:
+    """R61: its server would live on for a while, and answer nobody."""
+    async with supervised(tmp_path) as it, await anyio.open_process(SLEEP) as owner:
+        it.one.post(Event.START)
+        await it.reach(State.STARTING)
+        it.one.owned_by(owner.pid)
+        it.one.post(Event.READY, incarnation=1)
+        await it.reach(State.READY)
+        server = it.one.mark
+        assert server is not None
+        owner.kill()
+        await it.reach(State.STARTING)
+        assert it.one.incarnation == 2
+        assert it.one.cause == "the process that owns its memory ended"
+        assert not process.is_alive(server)
+
+
 async def test_a_restart_waits_for_the_old_process_to_go(tmp_path: Path) -> None:
     """The new one starts only when nothing of the old one is left: ports are free."""
     async with supervised(tmp_path) as it:

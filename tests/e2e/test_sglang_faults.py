@@ -27,7 +27,7 @@ PATHS = ("sp>md", "vp>sd")
 BACK_S = 150.0
 """SGLang starts in half a minute on an idle machine."""
 ENDED_S = 10.0
-"""SGLang's server looks once a second whether its scheduler lives, and ends with it."""
+"""Where the agent does not tell, SGLang's server does, 6 s after its scheduler ended."""
 LONG: dict[str, object] = {"max_tokens": 1200, "ignore_eos": True}
 
 
@@ -114,9 +114,10 @@ def test_the_router_is_killed(three: Mixed, ways: dict[str, Way]) -> None:
     sending, receiving = ways["sp>md"], ways["vp>sd"]
     answering = Request(three, receiving.prompt, path="vp>sd", **LONG)
     assert answering.begun.wait(30)
+    router = int(three.ps()["router"]["pid"])
     held = sending.held()
     killed_s = time.monotonic()
-    os.kill(int(three.ps()["router"]["pid"]), signal.SIGKILL)
+    os.kill(router, signal.SIGKILL)
     for way, request, moment in (
         (sending, held, "during a transfer"),
         (receiving, answering, "in an answer"),

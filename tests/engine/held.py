@@ -12,8 +12,10 @@ from engine import witness
 from engine.vllm_pairs import COMPLETIONS, completion
 from engines.own_ends import captured
 from engines.replicas import Pair, Process
+from engines.vllm_replicas import VllmProcess
 from tokenizers import Tokenizer
 
+from pdctl.engines.interface import Command
 from pdctl.handoff.page import PageGeometry, unpack
 from pdctl.topology.model import Engine
 
@@ -22,6 +24,21 @@ LENGTHS = (51, 64, 129, 700)
 
 class MlxWitness(Process):
     module = "engine.witness_mlx"
+
+
+class VllmWitness(VllmProcess):
+    def command(self) -> Command:
+        known = super().command()
+        named = {
+            "pdctl.engines.vllm.connector": "engine.witness_vllm",
+            "PdctlConnector": "WitnessConnector",
+        }
+        argv = list(known.argv)
+        at = argv.index("--kv-transfer-config") + 1
+        for name, instead in named.items():
+            assert name in argv[at]
+            argv[at] = argv[at].replace(name, instead)
+        return msgspec.structs.replace(known, argv=tuple(argv))
 
 
 class Held(msgspec.Struct):
@@ -73,16 +90,22 @@ def ids_of(model_dir: Path, prompt: str) -> list[int]:
 
 
 def check_rounded_once(folder: Path, model_dir: Path, pair: Pair, name: str, tokens: int) -> None:
-    """What decode imports is prefill's float32 rounded to float16, no bit otherwise; it is not
-    what decode would compute, which has no rounding in it. The pages hold the same."""
+    """What decode imports is prefill's, rounded; the pages hold the same."""
     prompt = exact_prompt(model_dir, tokens, seed=31)
     body = completion(tokens, salt=f"held {name}", prompt=prompt)
+    rounded = rounded_once(folder, pair, body, tokens)
+    sent = captured(pair.prefill, COMPLETIONS, body, ids_of(model_dir, prompt))
+    keys, values = unpack(PageGeometry.of(pair.prefill.contract), sent.pages, tokens)
+    assert same_bits(np.stack([keys, values], axis=1), rounded.view(np.uint16))
+
+
+def rounded_once(folder: Path, pair: Pair, body: dict[str, Any], tokens: int) -> np.ndarray:
+    """What decode imports is prefill's float32 rounded to float16, which is returned, no bit
+    otherwise; it is not what decode would compute, which has no rounding in it."""
     held = handed_over(folder, pair, body, tokens)
-    rounded = held.computed.astype(np.float16)
+    rounded: np.ndarray = held.computed.astype(np.float16)
     count = tokens - pair.decode.spec.recomputes_last_token
     imported = held.imported[:, :, :count]
     assert same_bits(imported, rounded[:, :, :count].astype(np.float32))
     assert not same_bits(imported, held.computed[:, :, :count])
-    sent = captured(pair.prefill, COMPLETIONS, body, ids_of(model_dir, prompt))
-    keys, values = unpack(PageGeometry.of(pair.prefill.contract), sent.pages, tokens)
-    assert same_bits(np.stack([keys, values], axis=1), rounded.view(np.uint16))
+    return rounded

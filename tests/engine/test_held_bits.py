@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 from e2e.prompts import exact_prompt
@@ -18,6 +17,7 @@ from engine import witness
 from engine.held import (
     LENGTHS,
     MlxWitness,
+    VllmWitness,
     check_rounded_once,
     handed_over,
     ids_of,
@@ -27,9 +27,8 @@ from engine.held import (
 from engine.vllm_pairs import COMPLETIONS, Four, completion
 from engines.own_ends import given
 from engines.replicas import Pair, contract_of
-from engines.vllm_replicas import VllmProcess, needs_vllm
+from engines.vllm_replicas import needs_vllm
 
-from pdctl.engines.interface import Command
 from pdctl.handoff.page import PageGeometry
 from pdctl.topology.contract import Contract
 from pdctl.topology.model import ComputeDtype, Role
@@ -38,21 +37,6 @@ pytestmark = pytest.mark.engine
 
 PAIRS = ("vllm>vllm", "vllm>mlx", "mlx>vllm", "mlx>mlx")
 BLOCK_TOKENS = 64
-
-
-class VllmWitness(VllmProcess):
-    def command(self) -> Command:
-        known = super().command()
-        named = {
-            "pdctl.engines.vllm.connector": "engine.witness_vllm",
-            "PdctlConnector": "WitnessConnector",
-        }
-        argv = list(known.argv)
-        at = argv.index("--kv-transfer-config") + 1
-        for name, instead in named.items():
-            assert name in argv[at]
-            argv[at] = argv[at].replace(name, instead)
-        return msgspec.structs.replace(known, argv=tuple(argv))
 
 
 @pytest.fixture(scope="module")

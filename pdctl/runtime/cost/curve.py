@@ -21,6 +21,9 @@ TERMS = 3
 _ROUNDS = 3
 _HUBER = 0.1
 """Relative error from which on a point counts less and less."""
+_TRUST = 3
+"""Of what the family misses at one length, a quarter is believed of one sample, three quarters of
+three: c² / (c² + _TRUST)."""
 
 
 class Point(msgspec.Struct, frozen=True):
@@ -106,7 +109,7 @@ def fit(points: Sequence[Point], terms: int = TERMS) -> Curve | None:
             for p, error in zip(points, errors, strict=True)
         ]
     misses = [
-        math.log(p.seconds / _valued(coefficients, p.tokens)) * p.count / (p.count + 1)
+        math.log(p.seconds / _valued(coefficients, p.tokens)) * p.count**2 / (p.count**2 + _TRUST)
         for p in points
     ]
     fixed_s, linear_s, quadratic_s = coefficients

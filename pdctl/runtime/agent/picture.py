@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from pdctl.engines.channel import MemberState, Report, RouterReport, StoreReport
+from pdctl.handoff.counters import OF_A_HANDOFF, Counters
 from pdctl.runtime.agent.lifecycle import shown
 from pdctl.runtime.agent.supervisor import Supervised
 from pdctl.runtime.agent.view import RouterState
@@ -12,7 +13,8 @@ from pdctl.topology.plan import ReplicaPlan
 
 
 def planned(plan: ReplicaPlan) -> MemberState:
-    """A replica of which nothing is known but its plan."""
+    """A replica of which nothing is known but its plan. One with its engine's own handoff has
+    not said yet what it can't tell."""
     return MemberState(
         name=plan.name,
         engine=plan.engine,
@@ -24,6 +26,7 @@ def planned(plan: ReplicaPlan) -> MemberState:
         data_host=plan.data_host,
         data_port=plan.sender_port,
         compute_dtype=plan.compute_dtype,
+        counters=Counters(untold=OF_A_HANDOFF) if plan.native else Counters(),
     )
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from pdctl.topology import addresses, alone, limits, native, nixl
+from pdctl.topology import addresses, alone, native, nixl
 from pdctl.topology.contract import Contract
 from pdctl.topology.diagnostics import Diagnostic, Severity
 from pdctl.topology.fields import split_address
-from pdctl.topology.model import PAGE_TOKENS, Replica, Role, Topology
+from pdctl.topology.model import PAGE_TOKENS, Policy, Replica, Role, Topology
 from pdctl.topology.sharing import sharing_hosts, sharing_rules
 from pdctl.topology.sizes import approximate_size
 
@@ -29,7 +29,7 @@ def check(topology: Topology, *, partial: bool = False) -> list[Diagnostic]:
         found += rule(topology)
     if not partial:
         found += _roles(topology)
-    return found + limits.check(topology)
+    return found
 
 
 def check_environment(topology: Topology, environ: Mapping[str, str]) -> list[Diagnostic]:
@@ -168,6 +168,21 @@ def _exposure(topology: Topology) -> Iterable[Diagnostic]:
         )
 
 
+def _unread(topology: Topology) -> Iterable[Diagnostic]:
+    """Prefixes are of token ids, for which the router's host needs a checkpoint's tokenizer."""
+    router = topology.router
+    here = any(r.host == router.host for r in topology.replicas)
+    if router.policy is Policy.PREFIX and not here:
+        yield Diagnostic(
+            severity=Severity.WARNING,
+            code="topology.unread_prefixes",
+            summary=f'router: policy = "prefix" goes by load, because no replica of host '
+            f'"{router.host}" has a tokenizer to read prompts with',
+            field="router.policy",
+            hint='run the router where a replica is, or write policy = "least_loaded"',
+        )
+
+
 def _unused(topology: Topology) -> Iterable[Diagnostic]:
     for i, r in enumerate(topology.replicas):
         for kind, why in _unused_ports(topology, r):
@@ -228,6 +243,7 @@ RULES: tuple[Callable[[Topology], Iterable[Diagnostic]], ...] = (
     native.rules,
     nixl.rules,
     _exposure,
+    _unread,
     _unused,
     alone.baseline,
     alone.recompute,

@@ -60,11 +60,6 @@ def without(replica: str) -> str:
             "nixl_engines",
             'pair "p0" → "d0": transport "nixl"',
         ),
-        (
-            edited("[router]", '[router]\npolicy = "prefix"'),
-            "unsupported_policy",
-            'policy = "prefix" is not in this version',
-        ),
     ],
 )
 def test_a_broken_rule_is_one_error_with_names(text: str, code: str, words: str) -> None:
@@ -229,3 +224,12 @@ def test_a_router_elsewhere_can_not_reach_this_machine() -> None:
     assert [(d.replica, d.field) for d in told] == [("p0", "replicas[0].host")]
     assert 'the router runs on host "a", which can\'t reach host "local"' in told[0].summary
     assert "no_route" not in codes(far("10.0.0.1"))
+
+
+def test_prefixes_are_read_where_a_tokenizer_is() -> None:
+    """U24: without token ids there is no key; it is said before anything is launched."""
+    here = edited("[router]", '[router]\npolicy = "prefix"')
+    assert codes(here) == []
+    away = here.replace("[router]", '[router]\nhost = "door"') + "\n[hosts.door]\n"
+    assert codes(away) == ["unread_prefixes"]
+    assert found(away)[0].severity is Severity.WARNING

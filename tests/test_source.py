@@ -145,7 +145,8 @@ def test_each_endpoint_is_spelt_in_one_place() -> None:
 
 
 def test_the_router_encodes_no_prompt_on_its_event_loop() -> None:
-    """R39: it has nothing to encode one with: no tokenizer and no template is loaded."""
+    """R39: it has nothing to encode one with; the policy that needs it loads a tokenizer and a
+    template in a thread, and encodes there."""
     code = (
         "import sys, pdctl.runtime.router.server, pdctl.runtime.router.__main__;"
         "print(*{'tokenizers', 'transformers', 'jinja2'} & set(sys.modules))"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from pathlib import Path as Folder
+from typing import TYPE_CHECKING
 
 import anyio
 import msgspec
@@ -19,10 +20,12 @@ from pdctl.handoff.store.keys import Space, prompt_keys
 from pdctl.runtime.router.members import Roster
 from pdctl.runtime.router.policy import Candidate, Path, choose
 from pdctl.runtime.router.prefixes import Prefixes, computing, nearest
-from pdctl.runtime.router.prompts import PromptReader
 from pdctl.runtime.router.request import Ask
 from pdctl.topology.model import PAGE_TOKENS, Policy, Role
 from pdctl.topology.plan import Plan
+
+if TYPE_CHECKING:
+    from pdctl.runtime.router.prompts import PromptReader
 
 log = logging.getLogger("pdctl.router")
 
@@ -77,7 +80,7 @@ class Affinity:
     async def _load(self) -> PromptReader:
         if not self._model_dir:
             raise UsageError("no replica of this host has a checkpoint to read prompts with")
-        return await anyio.to_thread.run_sync(PromptReader, Folder(self._model_dir))
+        return await anyio.to_thread.run_sync(_opened, Folder(self._model_dir))
 
     def choose(self, ask: Ask, candidates: Sequence[Candidate], turn: int) -> Path:
         """Raises ValueError: there is no candidate."""
@@ -111,6 +114,13 @@ class Affinity:
             self._incarnations[replica] = incarnation
             self._prefixes.forget(replica)
         return self._prefixes.missing(replica, ask.keys)
+
+
+def _opened(model_dir: Folder) -> PromptReader:
+    """In a thread: what reads prompts takes its time to import, and only this policy does."""
+    from pdctl.runtime.router.prompts import PromptReader
+
+    return PromptReader(model_dir)
 
 
 def sharing(plan: Plan) -> frozenset[str]:

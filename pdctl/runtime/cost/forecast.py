@@ -214,6 +214,8 @@ def _words(
         times = theirs.at(longest) / ours.at(longest)
         start = found.break_even_tokens
         since = "at every length" if start <= 2 else f"from {start} tokens on"
+        if start > longest:
+            return f"{pair} pays {since}, beyond the {longest} that were measured"
         return f"{pair} pays {since}: × {times:.2g} at {longest} tokens, against {found.alone}"
     if found.pays_below_tokens is not None:
         return f"{pair} pays up to {found.pays_below_tokens} tokens only, against {found.alone}"

@@ -107,6 +107,15 @@ def test_a_quick_prefill_replica_pays_from_a_length_on() -> None:
     assert found.fixed_ms == pytest.approx(10, rel=0.05)
 
 
+def test_a_break_even_beyond_what_was_measured_says_so() -> None:
+    """0.17 s and 0.9 ms per token against 1 ms per token: at 1700 tokens."""
+    pair = record("p0>d0", lambda n: 0.17 + 0.9e-3 * n)
+    (found,) = forecast_of(d0=record("d0", alone), pair=pair).pairs
+    assert found.break_even_tokens is not None
+    assert 1500 < found.break_even_tokens < 1900
+    assert found.words.endswith("tokens on, beyond the 1500 that were measured")
+
+
 def test_a_slow_prefill_replica_never_pays_and_says_by_how_much() -> None:
     found = pair_of(3e-3, 0.0001e-3)
     assert found.break_even_tokens is None

@@ -9,7 +9,7 @@ from typing import Any
 import anyio
 import pytest
 from runtime.router.cluster import CHAT, STREAM, Cluster, cluster
-from runtime.router.fakes import DONE, chunk_of, streams, usage_chunk
+from runtime.router.fakes import DONE, chunk_of, computes_then, streams, usage_chunk
 
 from pdctl.handoff.counters import Counters, Histogram
 from pdctl.runtime.cost.record import decode
@@ -41,8 +41,9 @@ async def test_an_answer_of_a_cached_prompt_is_no_sample() -> None:
 
 
 async def test_a_whole_answer_is_a_sample_once_a_step_is_known() -> None:
-    """Its time to the first token is what is left without decoding."""
+    """Its time to the first token is what is left without decoding, where that is most of it."""
     async with cluster("o0") as c:
+        c["o0"].on["alone"] = computes_then(0.1)
         assert (await c.ask(CHAT)).status == 200
         assert (await costs(c))["o0"]["samples"] == 0
         assert (await c.ask(STREAM)).status == 200

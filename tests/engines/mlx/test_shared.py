@@ -24,6 +24,8 @@ from pdctl.handoff.store.interface import StoreSeat
 from pdctl.topology.contract import Contract
 from pdctl.topology.model import ComputeDtype, OnFailure, Role
 
+pytestmark = pytest.mark.engine
+
 
 class Ordinary:
     """An ordinary replica's loop, without HTTP."""

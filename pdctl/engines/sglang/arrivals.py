@@ -77,7 +77,8 @@ def _count(reqs: Iterable[Any]) -> None:
             continue
         if req.bootstrap_room:
             counts.decode_over(req.bootstrap_room)
-        counts.add(prompt_tokens=len(req.origin_input_ids), output_tokens=len(req.output_ids))
+        if req.output_ids:  # one that ended before that was refused, or left
+            counts.add(prompt_tokens=len(req.origin_input_ids), output_tokens=len(req.output_ids))
 
 
 def _begin(end: Any, leg: Leg, req: Any) -> None:

@@ -14,6 +14,7 @@ from engines.replicas import KEY
 
 from pdctl.engines.interface import Leg
 from pdctl.errors import HandoffError
+from pdctl.handoff.counters import CounterBoard
 from pdctl.handoff.ticket import mint
 
 with warnings.catch_warnings():
@@ -88,3 +89,18 @@ def test_a_step_that_cannot_be_counted_goes_out_all_the_same(
     with caplog.at_level(logging.ERROR):
         arrivals.computed(None, [object()])
     assert "not counted" in caplog.text
+
+
+@pytest.mark.parametrize(("output", "counted"), [([], (0, 0)), ([5], (3, 1))])
+def test_a_prompt_that_was_refused_was_not_computed(
+    output: list[int], counted: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R40: no counter says that it was."""
+    counts = CounterBoard()
+    monkeypatch.setattr(arrivals, "board", lambda: counts)
+    req = request(Broken())
+    vars(req).update(output_ids=output, finished_output=False, finished=lambda: True)
+    monkeypatch.setattr(arrivals, "is_health_check_generate_req", lambda req: False)
+    arrivals.computed(None, [req])
+    found = counts.read()
+    assert (found.prompt_tokens, found.output_tokens) == counted

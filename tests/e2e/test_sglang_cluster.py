@@ -129,7 +129,6 @@ def test_wrong_kv_in_sglang_fails_the_up_that_brings_it(three: Mixed, fault: str
     check_next_is_right(three, "vp>sd")
 
 
-@pytest.mark.slow
 def test_the_next_request_after_hours_of_idleness_is_right(three: Mixed) -> None:
     """U21: SGLang's clocks are three hours on, and longer has passed than its HTTP server keeps
     a connection: the first request of each pair is right, the data connections are new ones."""

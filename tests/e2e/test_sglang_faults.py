@@ -144,7 +144,6 @@ def test_the_agent_is_killed(three: Mixed, ways: dict[str, Way]) -> None:
     assert [replica["pid"] for replica in three.status()["replicas"]] == pids
 
 
-@pytest.mark.slow
 def test_replicas_are_killed(three: Mixed, ways: dict[str, Way]) -> None:
     """U10, U14, U26, U35, R61: before, during and after a transfer, on either side; nothing
     hangs, other paths go on, and each pair is in rotation again after its canary."""

@@ -106,7 +106,7 @@ class OverSsh(Cluster):
 
     def assert_nothing_left(self, record: ClusterRecord) -> None:
         """No process, port, socket or key of that run on any machine; its logs are there, and
-        where they lie is known."""
+        where they lie is known. What was measured stays too."""
         with suppress(AssertionError):
             self.wait("no process of it", lambda: not processes(self.far, record), LEFT_S)
         assert processes(self.far, record) == []
@@ -114,7 +114,8 @@ class OverSsh(Cluster):
         for inside in ((), *(machine.inside for machine in self.far)):
             assert listening(ports, inside) == []
         assert not Path(record.socket_dir).exists()
-        left = {p.suffix or p.name for p in self._files() if p.name != "ended.json"}
+        kept = ("ended.json", "costs.json")
+        left = {p.suffix or p.name for p in self._files() if p.name not in kept}
         assert left <= {".log", "lock"}, self._files()
         for name in (*self.where, "router"):
             assert self.log(name).exists()

@@ -35,7 +35,7 @@ NIXL_TESTS := $(patsubst %,tests/handoff/test_%.py,nixl sessions cancellations)
 PIP_INSTALL := $(PIP) install --no-compile
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test cases environments test-engines test-mlx test-far test-soak test-soak-engines test-pinned test-newest venv-vllm test-vllm venv-sglang test-sglang venv-guidellm check format bench bench-clients fidelity clean help
+.PHONY: demo test cases environments test-engines test-mlx test-far test-soak test-soak-engines test-nixl test-pinned test-newest venv-vllm test-vllm venv-sglang test-sglang venv-guidellm check format bench bench-clients fidelity clean help
 
 help:  ## what each target does
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /	/' | expand -t 16
@@ -130,6 +130,9 @@ test-soak: $(STAMP)  ## two minutes of 16 clients, then 200 cancelled requests
 
 test-soak-engines: $(STAMP) $(VLLM_STAMP) $(SGLANG_STAMP)  ## two minutes of 16 clients on all three engines, SGLang's prefill killed
 	PDCTL_TEST_THREE_S=120 PDCTL_TEST_THREE_KILLED=sp $(PYTEST) -m engine -s tests/e2e/test_sglang_soak.py
+
+test-nixl: $(STAMP) $(VLLM_STAMP) $(SGLANG_STAMP)  ## whole pairs over NIXL, pdctl's handoff and the engines' own
+	$(PYTEST) -m engine tests/engine/test_sglang_vllm_nixl.py tests/e2e/test_sglang_nixl.py tests/e2e/test_*_native.py
 
 test-pinned: $(STAMP) $(PINNED_STAMP)  ## MLX's suites on the oldest supported mlx-lm
 	PDCTL_TEST_MLX_PYTHON=$(CURDIR)/$(PINNED)/bin/python $(PYTEST) $(TWO_AT_ONCE) -m engine -k "not float16" tests/engine/test_mlx_*.py

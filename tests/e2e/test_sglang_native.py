@@ -20,7 +20,7 @@ from e2e.natives import (
 from engines.sglang_replicas import PYTHON, needs_sglang
 from tiny import digits
 
-pytestmark = [pytest.mark.engine, needs_sglang, needs_nixl(PYTHON)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, needs_sglang, needs_nixl(PYTHON)]
 
 PATH = "sp>sd"
 
@@ -53,7 +53,6 @@ def test_clients_that_leave_take_nothing_along(pair: Mixed) -> None:
     check_answers(pair, PATH, "mo", 65)
 
 
-@pytest.mark.slow
 def test_a_killed_prefill_replica_comes_back(pair: Mixed) -> None:
     """U14: its decode replica lives on and takes pages from the new process."""
     decode = pair.replica("sd")["pid"]

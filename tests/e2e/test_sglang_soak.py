@@ -16,7 +16,7 @@ from e2e.test_soak import CLIENTS, clear_answers
 from engines.sglang_replicas import needs_sglang
 from engines.vllm_replicas import needs_vllm
 
-pytestmark = [pytest.mark.engine, needs_sglang, needs_vllm]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, needs_sglang, needs_vllm]
 
 SOAK_S = float(os.environ.get("PDCTL_TEST_THREE_S", "24"))
 """Two minutes by `make test-soak-engines`."""

@@ -13,6 +13,8 @@ from engines.vllm_replicas import needs_vllm
 
 pytestmark = [pytest.mark.engine, needs_vllm]
 
+PATHS = ("mp>vd", "vp>vd")
+"""One decode replica, which holds what it was given: each has prompts of its own."""
 TOKENS, REQUESTS = 70, 5
 OUTPUT_TOKENS = 6
 COUNTED = ("handoffs_completed", "handoffs_failed", "imported_tokens")
@@ -22,13 +24,15 @@ needs_guidellm = pytest.mark.skipif(
 
 
 @needs_guidellm
-@pytest.mark.parametrize(("client", "path"), [(vllm_bench_serve, "mp>vd"), (guidellm, "vp>vd")])
+@pytest.mark.parametrize(("client", "path"), zip((vllm_bench_serve, guidellm), PATHS, strict=True))
 def test_a_load_generator_runs_through_a_pair_unmodified(
     mixed: Mixed, tmp_path: Path, client: Callable[..., Told], path: str
 ) -> None:
     """Every request is whole, and went through a handoff of exactly its tokens but the last."""
     before = mixed.pair(*path.split(">"))
-    texts = tuple(exact_prompt(mixed.model_dir, TOKENS, seed=n) for n in range(REQUESTS))
+    first = REQUESTS * PATHS.index(path)
+    seeds = range(first, first + REQUESTS)
+    texts = tuple(exact_prompt(mixed.model_dir, TOKENS, seed=seed) for seed in seeds)
     load = Load(texts, OUTPUT_TOKENS)
     told = client(mixed.url, mixed.model, mixed.model_dir, load, path, into=tmp_path)
     assert (told.completed, told.failed) == (REQUESTS, 0)

@@ -20,7 +20,7 @@ from e2e.natives import (
 from engines.vllm_replicas import PYTHON, needs_vllm
 from tiny import digits
 
-pytestmark = [pytest.mark.engine, needs_vllm, needs_nixl(PYTHON)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, needs_vllm, needs_nixl(PYTHON)]
 
 PATH = "vp>vd"
 
@@ -48,14 +48,12 @@ def test_nothing_listens_beyond_loopback(pair: Mixed) -> None:
     check_loopback(pair, "vp", "vd")
 
 
-@pytest.mark.slow
 def test_clients_that_leave_take_no_blocks_along(pair: Mixed) -> None:
     check_leaving(pair, PATH, 12)
     check_answers(pair, PATH, "vd", 65)
     pair.wait("vLLM's blocks are free", lambda: kept(pair, "vd") == 0, 5)
 
 
-@pytest.mark.slow
 def test_a_killed_prefill_replica_comes_back(pair: Mixed) -> None:
     """U14: its decode replica lives on, answers alone meanwhile, and takes blocks from the new
     process."""

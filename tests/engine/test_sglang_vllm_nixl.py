@@ -25,7 +25,7 @@ from engines.vllm_replicas import VllmProcess, needs_vllm
 
 from pdctl.topology.model import Role, Transport
 
-pytestmark = [pytest.mark.engine, needs_sglang, needs_vllm]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, needs_sglang, needs_vllm]
 
 PAIRS = ("vllm>vllm", "vllm>sglang", "sglang>vllm", "sglang>sglang")
 NAMES = ("vp4", "vd4", "sp4", "sd4")

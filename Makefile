@@ -110,7 +110,8 @@ test-mlx: $(STAMP)  ## of those, MLX's, and whole clusters
 
 test-vllm: $(STAMP) $(VLLM_STAMP) $(GUIDELLM_STAMP)  ## of those, vLLM's, alone and with MLX
 	$(BIN)/pdctl demo-model
-	$(PYTEST) -m "engine and not slow" $(VLLM_TESTS)
+	$(PYTEST) -m "engine and not slow" $(filter tests/e2e/%,$(VLLM_TESTS))
+	$(PYTEST) -m "engine and not slow" $(filter-out tests/e2e/%,$(VLLM_TESTS))
 	$(VLLM)/bin/python -m pytest tests/engines/vllm/test_cuda_*.py
 	$(VLLM)/bin/python -m pytest -k "nixl and not very_long" $(NIXL_TESTS)
 

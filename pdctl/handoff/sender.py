@@ -10,7 +10,8 @@ from typing import Unpack
 
 import numpy as np
 
-from pdctl.errors import BudgetExceeded, HandoffCancelled, HandoffError, PeerLost
+from pdctl.errors import BudgetExceeded, HandoffCancelled, HandoffError
+from pdctl.handoff.accepting import accept_each
 from pdctl.handoff.arena import Arena, Bytes
 from pdctl.handoff.budget import Budget
 from pdctl.handoff.ending import Common, ReplicaEnd
@@ -263,16 +264,7 @@ class Sender(ReplicaEnd):
 
     def _accept(self) -> None:
         assert self._listener is not None
-        while True:
-            try:
-                connection = self._listener.accept()
-            except PeerLost as error:
-                log.warning("%s", error)
-                self._closing.wait(1.0)
-                continue
-            if connection is None:
-                return
-            self._welcome(connection)
+        accept_each(self._listener, self._closing, self._welcome)
 
     def _welcome(self, connection: Connection) -> None:
         serving = Serving(Link(connection, self._geometry, self._clock), self._terms)

@@ -10,8 +10,9 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from pdctl.errors import HandoffError, PeerLost, ProtocolViolation
+from pdctl.errors import HandoffError, ProtocolViolation
 from pdctl.handoff import wire
+from pdctl.handoff.accepting import accept_each
 from pdctl.handoff.handshake import challenge
 from pdctl.handoff.link import Link
 from pdctl.handoff.store.shelves import Shelves
@@ -73,16 +74,7 @@ class RemoteServer:
 
     def _accept(self) -> None:
         assert self._listener is not None
-        while True:
-            try:
-                connection = self._listener.accept()
-            except PeerLost as error:
-                log.warning("%s", error)
-                self._closing.wait(1.0)
-                continue
-            if connection is None:
-                return
-            self._welcome(connection)
+        accept_each(self._listener, self._closing, self._welcome)
 
     def _welcome(self, connection: Connection) -> None:
         with self._lock:

@@ -132,7 +132,8 @@ class RemoteServer:
             page = self._shelves.page(slot).view(np.uint8).reshape(-1)
             with within(link.connection, PAGE_S):
                 link.send_piece(0, at, 0, page.data)
-        with within(link.connection, PAGE_S):
-            link.send(wire.End(pages=len(lent.slots), first_token=None))
+        # all is on its way before the peer is told so: who has been told finds it counted
         self._shelves.give_back(link, lent.lease)
         self._shelves.count(sent_pages=len(lent.slots))
+        with within(link.connection, PAGE_S):
+            link.send(wire.End(pages=len(lent.slots), first_token=None))

@@ -20,6 +20,7 @@ from typing import Any
 
 from pdctl.errors import HandoffError, PeerLost
 from pdctl.handoff.arena import Bytes
+from pdctl.handoff.transport.progress import resting
 from pdctl.handoff.transport.reach import Where, address_of
 
 log = logging.getLogger("pdctl.handoff")
@@ -112,7 +113,8 @@ class NixlReach:
         name = f"{replica}-{secrets.token_hex(8)}"
         try:
             config = library.nixl_agent_config(backends=["UCX"])
-            self._agent: Any = library.nixl_agent(name, config)
+            with resting(library):
+                self._agent: Any = library.nixl_agent(name, config)
         # whatever UCX finds wrong with this host
         except Exception as error:
             raise HandoffError(f"NIXL can't start here: {error}") from error

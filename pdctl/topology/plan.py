@@ -25,7 +25,7 @@ from pdctl.topology.model import (
 )
 from pdctl.topology.native import OWN, has_side_port, is_native
 from pdctl.topology.rules import declared_ports
-from pdctl.topology.sharing import StorePlan, plan_stores
+from pdctl.topology.sharing import StorePlan, plan_stores, uses_store
 
 
 class ReplicaPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,6 +115,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     def store(self, host: str) -> StorePlan | None:
         """A host's page store, where it has one."""
         return next((store for store in self.stores if store.host == host), None)
+
+    def store_of(self, replica: ReplicaPlan) -> StorePlan | None:
+        """The page store that a replica uses, where it uses one."""
+        used = uses_store(replica.engine, replica.role, native=replica.native)
+        return self.store(replica.host) if used else None
 
     def ports(self, host: str) -> frozenset[int]:
         """Every port that something of the cluster listens on at this host."""

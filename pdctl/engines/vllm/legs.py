@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from pdctl.engines.interface import Leg
+from pdctl.engines.vllm.inlet import Inlet
 from pdctl.engines.vllm.interface import Blocks, Span
 from pdctl.errors import HandoffCancelled, HandoffError, HandoffExpired
 from pdctl.handoff.page import Patterns
@@ -103,6 +104,12 @@ class PrefillLeg:
         if self._outbound is not None:
             self._outbound.fail(HandoffError(f"the prefill engine failed: {error!r}"))
 
+    def deprive(self) -> None:
+        """Any thread: vLLM was promised pages of the store that are not there."""
+        if self._outbound is not None:
+            said = "the page store went away while its pages were being loaded"
+            self._outbound.fail(HandoffError(said))
+
     def _on_reserved(self, outbound: Outgoing) -> None:
         self._reserved_at = monotonic_s()
         self._desk.reserved(self._request_id)
@@ -113,15 +120,27 @@ class PrefillLeg:
 
 
 class DecodeLeg:
-    """A `PageSink`: fills the first n-1 positions of a request's blocks.
+    """A `PageSink`: fills the first n-1 positions of a request's blocks, from the host's page
+    store as far as that has them.
 
     Given blocks, it ends in exactly one `Desk.loaded`; never given any, in `Desk.failed`.
     """
 
-    def __init__(self, request_id: str, desk: Desk, blocks: Blocks) -> None:
+    def __init__(
+        self,
+        request_id: str,
+        desk: Desk,
+        blocks: Blocks,
+        *,
+        inlet: Inlet | None = None,
+        salt: str = "",
+    ) -> None:
         self._request_id = request_id
         self._desk = desk
         self._memory = blocks
+        self._inlet = inlet
+        self._salt = salt
+        self._token_ids: Sequence[int] = ()
         self._lock = threading.Lock()
         self._answered = threading.Event()
         self._inbound: Incoming | None = None
@@ -133,6 +152,7 @@ class DecodeLeg:
 
     def start(self, receiver: ReceivingEnd, leg: Leg, token_ids: Sequence[int]) -> None:
         """Worker thread. Raises what `Receiver.fetch` raises."""
+        self._token_ids = token_ids
         self._positions = len(token_ids) - 1
         self._inbound = receiver.fetch(leg, token_ids, self)
 
@@ -164,6 +184,10 @@ class DecodeLeg:
             raise HandoffExpired("the decode engine had no free blocks before the deadline")
         if self._cancelled:
             raise HandoffCancelled("the request has ended")
+        if self._inlet is not None and self._private:
+            self._held = self._inlet.advance(
+                *(self._token_ids, self._salt, self._blocks, self._held, self._positions)
+            )
         return Want(tokens=self._positions, held_tokens=self._held)
 
     def write(self, page: int, first_layer: int, piece: Patterns) -> None:

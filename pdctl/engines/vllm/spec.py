@@ -171,14 +171,15 @@ def transfer_config(replica: ReplicaPlan, plan: Plan) -> str:
     """
     if replica.native:
         return native_config(replica)
-    shares = replica.role is Role.BOTH and plan.store(replica.host) is not None
+    shares = replica.role is not Role.DECODE and plan.store_of(replica) is not None
+    alone = shares and replica.role is Role.BOTH
     recomputes = replica.role is Role.DECODE and plan.on_failure is OnFailure.RECOMPUTE
     return json.dumps(
         {
             "kv_connector": "PdctlConnector",
             "kv_connector_module_path": "pdctl.engines.vllm.connector",
             "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute" if recomputes or shares else "fail",
+            "kv_load_failure_policy": "recompute" if recomputes or alone else "fail",
             "kv_connector_extra_config": {
                 "http_port": replica.http_port,
                 "role": replica.role.value,

@@ -14,6 +14,7 @@ from functools import partial
 
 from pdctl.engines.channel import Failed
 from pdctl.engines.vllm.exports import Exports, Taker
+from pdctl.engines.vllm.inlet import Inlet
 from pdctl.engines.vllm.interface import Blocks, Span
 from pdctl.engines.vllm.legs import DecodeLeg, PrefillLeg
 from pdctl.engines.vllm.session import Session
@@ -22,6 +23,7 @@ from pdctl.engines.vllm.steps import Begin, Doom, Export, Finish, News, Notice, 
 from pdctl.errors import HandoffError
 from pdctl.handoff.page import PageGeometry
 from pdctl.handoff.pulse import guarded
+from pdctl.handoff.store.interface import PageStore
 from pdctl.trace import monotonic_s
 
 log = logging.getLogger("pdctl.engines.vllm")
@@ -38,8 +40,11 @@ class WorkerHalf:
     def __init__(self, session: Session, blocks: Blocks, *, step_tokens: int) -> None:
         self._session = session
         self._blocks = blocks
-        self._sharing = self._opened_sharing(step_tokens)
-        self._exports = Exports(blocks, by_layer=self._sharing is None)
+        self._inlet: Inlet | None = None
+        self._sharing: Sharing | None = None
+        if session.store is not None:
+            self._share(session.store, step_tokens)
+        self._exports = Exports(blocks, by_layer=self._sharing is None or self._sends)
         self._prefill: dict[str, PrefillLeg] = {}
         self._decode: dict[str, DecodeLeg] = {}
         self._sharers: dict[str, Sharer] = {}
@@ -124,18 +129,30 @@ class WorkerHalf:
 
     # -- inside, on the worker's thread
 
-    def _opened_sharing(self, step_tokens: int) -> Sharing | None:
-        session = self._session
-        if session.store is None:
-            return None
-        return Sharing(
-            session.store,
-            self._blocks,
-            PageGeometry.of(session.assigned.contract),
+    @property
+    def _sends(self) -> bool:
+        return self._session.sender is not None
+
+    def _share(self, store: PageStore, step_tokens: int) -> None:
+        """A decode replica takes pages from there, the others also give some."""
+        pages = PageGeometry.of(self._session.assigned.contract)
+        if self._session.receiver is not None:
+            self._inlet = Inlet(store, self._blocks, pages)
+            return
+        self._sharing = Sharing(
+            *(store, self._blocks, pages),
             step_tokens=step_tokens,
             found=self.found,
-            loaded=self.loaded,
+            loaded=self._shared,
         )
+
+    def _shared(self, request_id: str, lost: Sequence[int]) -> None:
+        """The copier's thread. A handoff whose prompt can't be computed ends before vLLM ends
+        the request."""
+        sending = self._prefill.get(request_id)
+        if lost and sending is not None:
+            sending.deprive()
+        self.loaded(request_id, lost)
 
     def _note(self, request_id: str, news: News, tokens: int = 0) -> None:
         with self._lock:
@@ -160,7 +177,9 @@ class WorkerHalf:
                 self._prefill[begin.request_id] = sending
                 sending.start(self._session.sender, leg, begin.token_ids)
             elif leg.decode == replica and self._session.receiver is not None:
-                receiving = DecodeLeg(begin.request_id, self, self._blocks)
+                receiving = DecodeLeg(
+                    *(begin.request_id, self, self._blocks), inlet=self._inlet, salt=begin.salt
+                )
                 self._decode[begin.request_id] = receiving
                 receiving.start(self._session.receiver, leg, begin.token_ids)
             else:

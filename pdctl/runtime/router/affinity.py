@@ -124,5 +124,6 @@ def _opened(model_dir: Folder) -> PromptReader:
 
 
 def sharing(plan: Plan) -> frozenset[str]:
-    """The replicas that read each other's pages through stores."""
-    return frozenset(r.name for r in plan.replicas if r.role is Role.BOTH and plan.store(r.host))
+    """The replicas that compute prompts and read each other's pages through stores."""
+    computing_ones = (r for r in plan.replicas if r.role is not Role.DECODE)
+    return frozenset(r.name for r in computing_ones if plan.store_of(r) is not None)

@@ -74,15 +74,25 @@ def test_only_a_decode_replica_recomputes_and_only_where_asked(
     assert config["kv_load_failure_policy"] == policy
 
 
-@pytest.mark.parametrize(("role", "shares"), [(Role.BOTH, True), (Role.DECODE, False)])
-def test_only_an_ordinary_replica_uses_its_hosts_page_store(role: Role, shares: bool) -> None:
-    """What the store no longer has it computes."""
+@pytest.mark.parametrize(
+    ("role", "shares", "policy"),
+    [
+        (Role.BOTH, True, "recompute"),
+        (Role.PREFILL, True, "fail"),
+        (Role.DECODE, False, "fail"),
+    ],
+)
+def test_who_computes_prompts_looks_into_its_hosts_page_store(
+    role: Role, shares: bool, policy: str
+) -> None:
+    """What the store no longer has an ordinary replica computes; a handoff fails of it. Decode's
+    scheduler need not know of a store."""
     replica = planned(declared(role))
     stores = (StorePlan(host="local", buffer_bytes=1 << 30),)
     plan = msgspec.structs.replace(plan_of(replica), stores=stores)
     config = json.loads(transfer_config(replica, plan))
     assert config["kv_connector_extra_config"].get("shares", False) == shares
-    assert config["kv_load_failure_policy"] == ("recompute" if shares else "fail")
+    assert config["kv_load_failure_policy"] == policy
 
 
 def test_environment_of_a_replica_wins_and_devices_are_chosen() -> None:

@@ -12,7 +12,7 @@ from pdctl.topology.diagnostics import Diagnostic
 from pdctl.topology.model import Engine, Role, Topology
 
 LEAST_REPLICAS = 2
-HANDOFFS_USE = frozenset({Engine.VLLM})
+HANDOFFS_USE = frozenset({Engine.VLLM, Engine.MLX})
 """Engines whose prefill and decode replicas use the store of their host, where that has one."""
 PREFIX = "store-"
 """Of a store's name among the processes of its host."""

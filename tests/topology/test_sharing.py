@@ -70,7 +70,7 @@ def test_a_host_of_pairs_alone_has_no_store() -> None:
     ("engine", "native", "users"),
     [
         ("vllm", False, {"p0", "d0", "o0", "o1"}),
-        ("mlx", False, {"o0", "o1"}),
+        ("mlx", False, {"p0", "d0", "o0", "o1"}),
         ("sglang", False, {"o0", "o1"}),
         ("vllm", True, {"o0", "o1"}),
     ],

@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
+from pdctl.engines.ahead import take_ahead
 from pdctl.engines.vllm.interface import Blocks
 from pdctl.handoff.arena import Arena
 from pdctl.handoff.page import PATTERN, PageGeometry, Patterns
 from pdctl.handoff.store.interface import PageStore
-from pdctl.topology.model import PAGE_TOKENS
 
 LOAD_BYTES = 64 << 20
 """Pages on their way in through memory that the GPU reads; two at least."""
@@ -40,27 +40,15 @@ class Inlet:
                 start = end
             self._blocks.flush()
 
-    def advance(
+    def take_ahead(
         self, token_ids: Sequence[int], salt: str, blocks: Sequence[int], held: int, stop: int
     ) -> int:
-        """Fills positions [held, n) from full pages that this host's store has; that n, at most
-        `stop`. Where the store has none, or goes away meanwhile, it is `held`.
+        """As `ahead.take_ahead`."""
 
-        Less than a page costs less to receive than to look for. Pages that are only on their
-        way into the store are not waited for.
-        """
-        if stop - held < PAGE_TOKENS:
-            return held
-        loan = self._store.borrow(self._store.prompt(token_ids, salt).pages, 0.0)
-        reached = held
-        try:
-            reached = max(held, min(loan.tokens, stop))
-            if reached > held:
-                self.fill(loan.pages, blocks, held, reached)
-        except BaseException:
-            loan.release()
-            raise
-        return reached if loan.release(reached - held) else held
+        def fill(pages: Sequence[Patterns], start: int, stop: int) -> None:
+            self.fill(pages, blocks, start, stop)
+
+        return take_ahead(self._store, token_ids, salt, held=held, stop=stop, fill=fill)
 
     def _reachable(self, page: Patterns) -> Patterns:
         """That page, in memory that the engine's copies read."""

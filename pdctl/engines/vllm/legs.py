@@ -135,6 +135,7 @@ class DecodeLeg:
         inlet: Inlet | None = None,
         salt: str = "",
     ) -> None:
+        """`inlet` None: nothing is taken from a store."""
         self._request_id = request_id
         self._desk = desk
         self._memory = blocks
@@ -185,7 +186,7 @@ class DecodeLeg:
         if self._cancelled:
             raise HandoffCancelled("the request has ended")
         if self._inlet is not None and self._private:
-            self._held = self._inlet.advance(
+            self._held = self._inlet.take_ahead(
                 *(self._token_ids, self._salt, self._blocks, self._held, self._positions)
             )
         return Want(tokens=self._positions, held_tokens=self._held)

@@ -94,6 +94,7 @@ class SchedulerHalf:
 
     def _open(self, request: Any, ask: Ask, params: dict[str, Any]) -> None:
         ask.leg = leg_of(params)
+        ask.shares = params.get("pdctl_cache", True) is not False
         if ask.leg is not None and self._role is Role.DECODE:
             self._count.follow(request.request_id, ask.leg.room)
         tokens = request.prompt_token_ids
@@ -105,7 +106,7 @@ class SchedulerHalf:
             request_id=request.request_id,
             leg=ask.leg,
             token_ids=list(tokens),
-            salt=request.cache_salt or "",
+            salt=(request.cache_salt or "") if ask.shares else None,
         )
         self._begin.append(begin)
 
@@ -197,7 +198,7 @@ class SchedulerHalf:
                 continue
             failed = notice.news is News.FAILED
             ask.standing = Standing.FAILED if failed else Standing.OPEN
-            if notice.news is News.RESERVED and self._shares:
+            if notice.news is News.RESERVED and self._shares and ask.shares:
                 ask.standing = Standing.NEW
             elif notice.news is News.OFFERED:
                 ask.available = ask.tokens - 1

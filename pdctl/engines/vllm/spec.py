@@ -115,13 +115,14 @@ class VllmSpec:
 
     def prefill_body(self, body: dict[str, Any], leg: Leg) -> dict[str, Any]:
         own = TO_BE_READ if leg.native else {}
-        return {**one_token(body, NOT_ON_PREFILL), "kv_transfer_params": {**own, **_params(leg)}}
+        asked = one_token(body, NOT_ON_PREFILL)
+        return {**asked, "kv_transfer_params": {**own, **_params(leg, body)}}
 
     def decode_body(
         self, body: dict[str, Any], leg: Leg, prefilled: bytes | None = None
     ) -> dict[str, Any]:
         own = _where(prefilled) if prefilled is not None else {}
-        return {**body, "kv_transfer_params": {**own, **_params(leg)}}
+        return {**body, "kv_transfer_params": {**own, **_params(leg, body)}}
 
     def abort(self, room: int) -> tuple[str, dict[str, Any]] | None:
         """None: vLLM ends a request whose connection is closed."""
@@ -189,8 +190,9 @@ def transfer_config(replica: ReplicaPlan, plan: Plan) -> str:
     )
 
 
-def _params(leg: Leg) -> dict[str, Any]:
-    return {"pdctl": msgspec.to_builtins(leg)}
+def _params(leg: Leg, body: dict[str, Any]) -> dict[str, Any]:
+    past_stores = {"pdctl_cache": False} if body.get("pdctl_cache") is False else {}
+    return {"pdctl": msgspec.to_builtins(leg), **past_stores}
 
 
 def _where(answer: bytes) -> dict[str, Any]:

@@ -19,7 +19,8 @@ class Begin(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     leg: Leg
     token_ids: list[int]
-    salt: str = ""
+    salt: str | None = None
+    """None: past the host's page store."""
 
 
 class Seek(msgspec.Struct, frozen=True, kw_only=True):

@@ -178,7 +178,9 @@ class WorkerHalf:
                 sending.start(self._session.sender, leg, begin.token_ids)
             elif leg.decode == replica and self._session.receiver is not None:
                 receiving = DecodeLeg(
-                    *(begin.request_id, self, self._blocks), inlet=self._inlet, salt=begin.salt
+                    *(begin.request_id, self, self._blocks),
+                    inlet=self._inlet if begin.salt is not None else None,
+                    salt=begin.salt or "",
                 )
                 self._decode[begin.request_id] = receiving
                 receiving.start(self._session.receiver, leg, begin.token_ids)

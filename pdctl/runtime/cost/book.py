@@ -138,14 +138,18 @@ class Book:
         curve = self.curve(path)
         return None if curve is None else curve.at(tokens) * self.drift(path, tokens, now)
 
-    def step_s(self, replica: str) -> float | None:
-        """A decode step of one stream, by whatever path ends on this replica."""
-        steps = [
+    def steps_s(self, replica: str) -> list[float]:
+        """Decode steps of streams that ran alone, by whatever path ends on this replica."""
+        return [
             step
             for path, record in self._records.items()
             if replicas_of(path)[-1] == replica
             for step in record.steps_s
         ]
+
+    def step_s(self, replica: str) -> float | None:
+        """A decode step of one stream there."""
+        steps = self.steps_s(replica)
         return statistics.median(steps) if steps else None
 
     def _forget(self, path: str) -> None:

@@ -16,6 +16,8 @@ SGLANG_STAMP := $(SGLANG)/.stamp
 SGLANG_PYTHON ?= python3.11
 SGLANG_NEWEST := .venv-sglang-newest
 SGLANG_NEWEST_STAMP := $(SGLANG_NEWEST)/.stamp
+VLLM_GPU_PYTHON ?= python3
+SGLANG_GPU_PYTHON ?= python3
 GUIDELLM := .venv-guidellm
 GUIDELLM_STAMP := $(GUIDELLM)/.stamp
 GUIDELLM_VERSION ?= 0.8.1
@@ -35,7 +37,7 @@ NIXL_TESTS := $(patsubst %,tests/handoff/test_%.py,nixl sessions cancellations)
 PIP_INSTALL := $(PIP) install --no-compile
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test cases environments test-engines test-mlx test-far test-soak test-soak-engines test-nixl test-pinned test-newest venv-vllm test-vllm venv-sglang test-sglang venv-guidellm check format bench bench-clients fidelity clean help
+.PHONY: demo test cases environments test-engines test-mlx test-far test-soak test-soak-engines test-nixl test-gpu test-pinned test-newest venv-vllm test-vllm venv-sglang test-sglang venv-guidellm check format bench bench-clients fidelity clean help
 
 help:  ## what each target does
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /	/' | expand -t 16
@@ -134,6 +136,10 @@ test-soak-engines: $(STAMP) $(VLLM_STAMP) $(SGLANG_STAMP)  ## two minutes of 16 
 
 test-nixl: $(STAMP) $(VLLM_STAMP) $(SGLANG_STAMP)  ## whole pairs over NIXL, pdctl's handoff and the engines' own
 	$(PYTEST) -m engine tests/engine/test_sglang_vllm_nixl.py tests/e2e/test_sglang_nixl.py tests/e2e/test_*_native.py
+
+test-gpu:  ## needs an NVIDIA GPU: copies between blocks and pages, in environments with the engines' CUDA builds and pytest
+	$(VLLM_GPU_PYTHON) -m pytest tests/engines/vllm/test_cuda_*.py
+	$(if $(wildcard tests/engines/sglang/test_cuda_*.py),$(SGLANG_GPU_PYTHON) -m pytest $(wildcard tests/engines/sglang/test_cuda_*.py))
 
 test-pinned: $(STAMP) $(PINNED_STAMP)  ## MLX's suites on the oldest supported mlx-lm
 	PDCTL_TEST_MLX_PYTHON=$(CURDIR)/$(PINNED)/bin/python $(PYTEST) $(TWO_AT_ONCE) -m engine -k "not float16" tests/engine/test_mlx_*.py

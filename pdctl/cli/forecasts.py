@@ -56,6 +56,8 @@ def show_forecast(found: Forecast, cluster: str) -> None:
 def _handoff(pair: PairForecast) -> str:
     """What a handoff adds, and the break-even of the link."""
     parts = []
+    if pair.round_trip_ms is not None:
+        parts.append(f"round trip {pair.round_trip_ms:.2g} ms")
     if pair.fixed_ms is not None:
         parts.append(f"a handoff costs {pair.fixed_ms:.3g} ms whatever its length")
     if pair.link_bytes_per_s is not None:

@@ -46,6 +46,7 @@ def measured(home: Path) -> None:
             versions=("0.32.2",) * (1 + (">" in path)),
             samples=samples,
             steps_s=(0.03,),
+            round_trip_s=0.0004 if fixed_s else None,
         )
 
     costs = Costs(paths={"d0": record("d0", 1e-3, 0.0), "p0>d0": record("p0>d0", 3e-3, 0.01)})
@@ -83,7 +84,7 @@ def test_plan_predicts_what_was_measured_and_says_why_a_split_does_not_pay(
     assert (
         "mlx → mlx (p0>d0) never pays here: prefill is 3 × slower than d0's own at 744 tokens"
     ) in out
-    assert "a handoff costs 5 ms whatever its length" in out
+    assert "  round trip 0.4 ms; a handoff costs 5 ms whatever its length" in out
     assert "not measured yet" not in out
 
 

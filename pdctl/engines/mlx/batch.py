@@ -162,7 +162,8 @@ class Batch:
         for call in self._imported:
             if isinstance(call.leg, DecodeLeg):
                 call.leg.started_at = monotonic_s()
-                self._board.observe("import", call.leg.started_at - call.leg.committed_at)
+                waited_s = call.leg.started_at - call.leg.committed_at
+                self._board.observe("import", waited_s, call.leg.peer)
         self._imported.clear()
 
     def _computed(self, call: Call, caches: list[Any], row: int, positions: int) -> None:
@@ -209,7 +210,8 @@ class Batch:
         if raw.finish_reason is not None:
             text.finalize()
         if call.tokens_sampled == 0 and isinstance(call.leg, DecodeLeg) and call.leg.started_at:
-            self._board.observe("first_token", monotonic_s() - call.leg.started_at)
+            took_s = monotonic_s() - call.leg.started_at
+            self._board.observe("first_token", took_s, call.leg.peer)
         logprob = raw.logprobs[raw.token].item()
         top = library._format_top_logprobs(raw.logprobs, call.args.top_logprobs, self._tokenizer)
         call.answer(

@@ -83,7 +83,8 @@ class PrefillLeg:
         if self._export is None:
             return
         if self._export.held < positions == len(self._call.prompt.tokens) - 1:
-            self._engine.board.observe("prefill", monotonic_s() - self._reserved_at)
+            took_s = monotonic_s() - self._reserved_at
+            self._engine.board.observe("prefill", took_s, self._leg.decode)
         self._export.take(caches, row, positions)
 
     def sampled(self, token: int, caches: list[Any], row: int) -> None:
@@ -153,6 +154,7 @@ class DecodeLeg:
         self._granted = threading.Event()
         self._inbound: Incoming | None = None
         self._refusal: Exception | None = None
+        self.peer = leg.prefill
         self.memory: ImportedCache | None = None
         self.committed_at = 0.0
         self.started_at = 0.0

@@ -48,10 +48,11 @@ class DecodeLeg(BaseKVReceiver):  # type: ignore[misc]
         self._inbound: Incoming | None = None
         self._error: HandoffError | None = None
         self._observed = False
+        self._peer = ""
 
     def begin(self, leg: Leg, token_ids: Sequence[int]) -> None:
         """Dials the sender. What is wrong with the leg shows at the next `poll`."""
-        self.landing = Landing(self.kv_mgr, leg.room, len(token_ids))
+        self.landing, self._peer = Landing(self.kv_mgr, leg.room, len(token_ids)), leg.prefill
         try:
             self._inbound = self.kv_mgr.receiver.fetch(leg, token_ids, self.landing)
         except HandoffError as error:
@@ -116,7 +117,7 @@ class DecodeLeg(BaseKVReceiver):  # type: ignore[misc]
     def _observe(self, committed_at: float) -> None:
         if not self._observed:
             self._observed = True
-            self.kv_mgr.observe("import", monotonic_s() - committed_at)
+            self.kv_mgr.observe("import", monotonic_s() - committed_at, self._peer)
 
 
 class Landing:

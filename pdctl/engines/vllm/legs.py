@@ -40,7 +40,7 @@ class Desk(Protocol):
         once for each request that was given blocks to be filled (U1)."""
         ...
 
-    def observe(self, phase: str, seconds: float) -> None: ...
+    def observe(self, phase: str, seconds: float, peer: str) -> None: ...
 
 
 class PrefillLeg:
@@ -51,12 +51,14 @@ class PrefillLeg:
         self._desk = desk
         self._tokens = tokens
         self._outbound: Outgoing | None = None
+        self._peer = ""
         self._reserved_at: float | None = None
         self._held = 0
         """High-water mark: positions that are in the pages, whatever vLLM recomputes."""
 
     def start(self, sender: SendingEnd, leg: Leg, token_ids: Sequence[int]) -> None:
         """Worker thread. Raises what `Sender.admit` raises: nothing is reserved then."""
+        self._peer = leg.decode
         self._outbound = sender.admit(
             leg, token_ids, on_reserved=self._on_reserved, on_settled=self._on_settled
         )
@@ -87,7 +89,7 @@ class PrefillLeg:
     def computed(self, positions: int) -> None:
         """Worker thread, after the forward."""
         if positions == self._tokens and self._reserved_at is not None:
-            self._desk.observe("prefill", monotonic_s() - self._reserved_at)
+            self._desk.observe("prefill", monotonic_s() - self._reserved_at, self._peer)
             self._reserved_at = None
 
     def finish(self, first_token: int | None) -> None:
@@ -149,10 +151,12 @@ class DecodeLeg:
         self._private: list[int] = []
         self._held = self._positions = 0
         self._placed = self._cancelled = self._over = False
+        self.peer = ""
         self.committed_at: float | None = None
 
     def start(self, receiver: ReceivingEnd, leg: Leg, token_ids: Sequence[int]) -> None:
         """Worker thread. Raises what `Receiver.fetch` raises."""
+        self.peer = leg.prefill
         self._token_ids = token_ids
         self._positions = len(token_ids) - 1
         self._inbound = receiver.fetch(leg, token_ids, self)

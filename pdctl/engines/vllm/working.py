@@ -48,7 +48,7 @@ class WorkerHalf:
         self._prefill: dict[str, PrefillLeg] = {}
         self._decode: dict[str, DecodeLeg] = {}
         self._sharers: dict[str, Sharer] = {}
-        self._started: list[float] = []
+        self._started: list[tuple[float, str]] = []
         self._lock = threading.Lock()
         self._notices: list[Notice] = []
         self._loaded: set[str] = set()
@@ -88,8 +88,8 @@ class WorkerHalf:
             if (sending := self._prefill.get(export.request_id)) is not None:
                 sending.computed(export.positions)
         now = monotonic_s()
-        for started_at in self._started:
-            self.observe("first_token", now - started_at)
+        for started_at, peer in self._started:
+            self.observe("first_token", now - started_at, peer)
         self._started.clear()
 
     def collect(self) -> tuple[list[Notice], set[str], set[int]]:
@@ -124,8 +124,8 @@ class WorkerHalf:
             self._loaded.add(request_id)
             self._lost.update(lost)
 
-    def observe(self, phase: str, seconds: float) -> None:
-        self._session.board.observe(phase, seconds)
+    def observe(self, phase: str, seconds: float, peer: str) -> None:
+        self._session.board.observe(phase, seconds, peer)
 
     # -- inside, on the worker's thread
 
@@ -216,8 +216,8 @@ class WorkerHalf:
         if receiving is None or receiving.committed_at is None:
             return
         now = monotonic_s()
-        self.observe("import", now - receiving.committed_at)
-        self._started.append(now)
+        self.observe("import", now - receiving.committed_at, receiving.peer)
+        self._started.append((now, receiving.peer))
 
     def _finish(self, finish: Finish) -> None:
         """One that fails holds up none of the others (R36)."""

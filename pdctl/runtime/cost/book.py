@@ -92,6 +92,13 @@ class Book:
             self._records[path] = msgspec.structs.replace(record, samples=(*older, told))
             self.changes += 1
 
+    def met(self, path: str, round_trip_s: float) -> None:
+        """Between the ends of a pair; the newest counts, nothing where the path isn't open."""
+        record = self._records.get(path)
+        if record is not None and record.round_trip_s != round_trip_s:
+            self._records[path] = msgspec.structs.replace(record, round_trip_s=round_trip_s)
+            self.changes += 1
+
     def stepped(self, path: str, step_s: float) -> None:
         """Seconds between two tokens of a stream that ran alone."""
         record = self._records.get(path)

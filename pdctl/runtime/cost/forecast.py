@@ -59,6 +59,8 @@ class PairForecast(msgspec.Struct, frozen=True, kw_only=True):
     """From this prompt length on the pair is faster, within the context; None: never."""
     pays_below_tokens: int | None = None
     """Where the pair is faster for short prompts only: up to this length."""
+    round_trip_ms: float | None = None
+    """Between the two ends; None where their data plane did not tell."""
     fixed_ms: float | None = None
     """What a handoff costs whatever the prompt's length; None where it can't be told apart."""
     link_bytes_per_s: float | None = None
@@ -134,6 +136,7 @@ def _pair(plan: Plan, path: str, book: Book, paths: Sequence[str]) -> PairForeca
         alone=alone,
         break_even_tokens=starts,
         pays_below_tokens=ends,
+        round_trip_ms=None if record.round_trip_s is None else record.round_trip_s * 1e3,
         fixed_ms=_fixed_ms(record.samples),
         link_bytes_per_s=_link(record.samples, plan.page_bytes),
     )

@@ -209,8 +209,8 @@ class Judge:
     # -- the engines' own account
 
     def look(self) -> None:
-        """After fresh counters: where just one handoff went through a prefill replica since the
-        last look, its phases are those of that sample."""
+        """After fresh counters: round trips; and where just one handoff went through a prefill
+        replica since the last look, its phases are those of that sample."""
         for seat in self._roster.seats():
             phases = seat.state.counters.phases
             prefill, transfer = (phases.get(name, Histogram()) for name in ("prefill", "transfer"))
@@ -219,6 +219,9 @@ class Judge:
             sampled = self._sampled.pop(seat.name, [])
             if more == 1 and len(sampled) == 1 and prefill.count:
                 self.book.explained(sampled[0], prefill.last_s, transfer.last_s)
+            for peer, pair in seat.state.counters.pairs.items():
+                if pair.round_trip_s is not None:
+                    self.book.met(f"{peer}>{seat.name}", pair.round_trip_s)
 
 
 def _computed(path: Path, timed: Timed) -> Usage | None:

@@ -22,7 +22,7 @@ from runtime.router.fakes import (
     whole_of,
 )
 
-from pdctl.handoff.counters import Counters, Histogram
+from pdctl.handoff.counters import Counters, Histogram, PairCounters
 from pdctl.runtime.cost.record import decode
 from pdctl.runtime.router.canary import Ledger
 from pdctl.runtime.router.timed import Timed
@@ -106,14 +106,18 @@ async def test_a_request_that_failed_is_no_sample() -> None:
 
 
 async def test_phases_are_those_of_the_one_handoff_since_the_last_look(tmp_path: Path) -> None:
+    """So is the round trip between the ends."""
     file = tmp_path / "costs.json"
     async with unmeasured("p0 d0", costs_path=str(file)) as c:
         assert (await c.ask(STREAM)).status == 200
         phases = {name: Histogram().observed(0.25) for name in ("prefill", "transfer")}
         c["p0"].counters = Counters(phases=phases)
-        await costs(c)
-    (sample,) = decode(file.read_bytes()).paths["p0>d0"].samples
+        c["d0"].counters = Counters(pairs={"p0": PairCounters(round_trip_s=0.002)})
+        assert (await costs(c))["p0>d0"]["round_trip_s"] == 0.002
+    record = decode(file.read_bytes()).paths["p0>d0"]
+    (sample,) = record.samples
     assert (sample.prefill_s, sample.transfer_s) == (0.25, 0.25)
+    assert record.round_trip_s == 0.002
 
 
 async def test_what_is_timed_passes_unchanged() -> None:

@@ -53,8 +53,9 @@ Cells = dict[str, Cell]
 
 
 def systems(modes: Sequence[str]) -> list[System]:
-    """A decode replica for the sake of the topology: nobody asks it."""
-    found = (Member("vp"), Member("vpi", env=INSIDE), Member("vd"))
+    """A decode replica for the sake of the topology: nobody asks it, and eager it is up sooner."""
+    nobody = Member("vd", options={"enforce_eager": True})
+    found = (Member("vp"), Member("vpi", env=INSIDE), nobody)
     return [System(f"{mode}-{os.getpid()}", found, graphs=MODES[mode]) for mode in modes]
 
 

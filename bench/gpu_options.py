@@ -16,7 +16,7 @@ from gpu_budget import Budget
 from gpu_engines import ENGINES, Site
 
 HERE = Path(__file__).resolve().parent
-UP_SHARE = 0.7
+UP_SHARE = 0.85
 """Of the time that is left, what a launch may take."""
 
 

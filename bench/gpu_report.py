@@ -170,7 +170,11 @@ def grid(corner: str, heads: Sequence[str], rows: Mapping[str, Sequence[str]]) -
 def closing(left_out: Sequence[str], failed: Mapping[str, str]) -> list[str]:
     """What a table has to be read with."""
     lines = [f"Left out for want of time: {', '.join(left_out)}."] if left_out else []
-    for name, why in failed.items():
-        said = why.strip().splitlines()[-1:] or ["nothing"]
-        lines.append(f"{name} did not come up: {said[0][:200]}")
+    lines += [f"{name} did not come up: {_cause(why)}" for name, why in failed.items()]
     return ["", *lines] if lines else []
+
+
+def _cause(said: str) -> str:
+    """The error of all that was said; without one, the last line."""
+    lines = said.strip().splitlines() or ["it said nothing"]
+    return next((line for line in reversed(lines) if line.startswith("error:")), lines[-1])[:200]

@@ -130,11 +130,13 @@ def test_pairs_write_figures_with_what_failed_and_what_was_left_out(
     ways = [Scripted("vllm", 10.0), Scripted("vd", 11.0), Scripted("vp>vd", 30.0)]
     asyncio.run(gpu_pairs.sweep(ways, source, asked, budget, run.cells))
     budget.allows("8000 tokens", 1e9)
-    run.write(SimpleNamespace(up_s=1.0, failed={"native-1": "exit 5: why"}))
+    run.write(
+        SimpleNamespace(up_s=1.0, failed={"native-1": "exit 5: up\nerror: not ready\n\nhint: logs"})
+    )
     whole, page = written(tmp_path)
     assert whole["rows"]["64"]["vp>vd"]["of_floor"] == pytest.approx(30 / 20)
     assert "Left out for want of time: 8000 tokens." in page
-    assert "native-1 did not come up: exit 5: why" in page
+    assert "native-1 did not come up: error: not ready" in page
 
 
 def test_an_idle_cost_is_looked_at_until_it_is_decided(

@@ -129,6 +129,18 @@ def test_a_prefill_prompt_is_looked_for_once_its_pages_are_reserved() -> None:
     assert step.export == [Export(request_id="r", blocks=[1, 2, 3, 4], positions=200)]
 
 
+def test_a_handoff_that_keeps_nothing_goes_past_the_store() -> None:
+    """As canaries and benches ask: computed whole, sent whole."""
+    side = SchedulerHalf(Role.PREFILL, BLOCK, recomputes=False, shares=True)
+    ask = request(200, params={**request(1).kv_transfer_params, "pdctl_cache": False})
+    side.arrived(ask)
+    (begin,) = side.step(schedule()).begin
+    assert begin.salt is None
+    side.told([Notice(request_id="r", news=News.RESERVED)])
+    assert side.matched(ask, 0) == (0, False)
+    assert side.step(schedule()).seek == []
+
+
 def test_a_prefill_whose_handoff_fails_while_it_is_looked_for_computes_nothing() -> None:
     """As one that waits for the buffer: one block, reported as not loaded."""
     side, ask = SchedulerHalf(Role.PREFILL, BLOCK, recomputes=False, shares=True), request(200)

@@ -118,6 +118,13 @@ def test_prefill_copies_ask_for_one_token() -> None:
     assert LONG_ANSWER["stream"] is True
 
 
+def test_both_legs_are_told_where_nothing_is_to_be_kept() -> None:
+    """`pdctl_cache` false: they go past their hosts' page stores."""
+    body, params = {"prompt": "x", "pdctl_cache": False}, {**PARAMS, "pdctl_cache": False}
+    assert SPEC.prefill_body(body, LEG)["kv_transfer_params"] == params
+    assert SPEC.decode_body(body, LEG)["kv_transfer_params"] == params
+
+
 def test_decode_copies_are_the_clients_own_and_closing_aborts() -> None:
     """The decode engine formats what the user sees."""
     body = {"prompt": "x", "stream": True, "logprobs": 2}

@@ -58,8 +58,8 @@ def check_counted(cluster: Mixed, path: str) -> None:
     assert cluster.completion(digits(100, 5), path, max_tokens=2).status_code == 200
     after = cluster.pair(*pair)
     assert after["transport"] == "native"
-    assert after["handoffs_completed"] - before["handoffs_completed"] == 1
-    assert after["imported_tokens"] - before["imported_tokens"] == 100
+    assert after["handoffs_completed"] - before["handoffs_completed"] == 1, (before, after)
+    assert after["imported_tokens"] - before["imported_tokens"] == 100, (before, after)
     assert after["host_bytes"] > before["host_bytes"]
     assert after["reused_pages"] is None
     shown = {row["name"]: row for row in cluster.ps()["replicas"]}

@@ -111,7 +111,8 @@ class Counted:
     kv_mgr: NativeManager
     bootstrap_room: int
 
-    def begin(self, leg: Leg, token_ids: Sequence[int]) -> None:
+    def begin(self, leg: Leg, token_ids: Sequence[int], salt: str | None = None) -> None:
+        """Counts from here on. Of a page store, which `salt` would be for, it takes nothing."""
         peer = leg.decode if self.side == "prefill" else leg.prefill
         self.tokens = len(token_ids)
         self.account = Account(self.kv_mgr, leg, self.side, peer)

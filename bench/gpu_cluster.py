@@ -87,10 +87,12 @@ policy = "{system.policy}"
 
 def _replica(member: Member, site: Site) -> str:
     engine = member.engine
+    last = member.role == "decode" or member.name.endswith("2")
     return f"""[[replicas]]
 name = "{member.name}"
 engine = "{engine}"
 role = "{member.role}"
+devices = {site.devices_of(engine, last=last)}
 model = "{site.model}"
 python = "{site.pythons[engine]}"
 compute_dtype = "{site.compute_dtype}"

@@ -47,6 +47,14 @@ class Site:
     lanes: int
     """Requests that one engine computes at once."""
     context_length: int
+    devices: tuple[int, ...] = (0,)
+    """Prefill replicas are on the first one, decode replicas on the last."""
+
+    def devices_of(self, engine: str, *, last: bool = False) -> list[int]:
+        """Of one replica; nothing where the engine can't be told, or has no GPU."""
+        if self.device == "cpu" or engine == "mlx":
+            return []
+        return [self.devices[-1 if last else 0]]
 
     @property
     def compute_dtype(self) -> str:
@@ -169,6 +177,11 @@ def ordinary(site: Site, engine: str) -> Server:
     return {"vllm": vllm, "sglang": _sglang, "mlx": _mlx}[engine](site, engine)
 
 
+def _chosen(site: Site, engine: str, *, last: bool = False) -> dict[str, str]:
+    chosen = ",".join(map(str, site.devices_of(engine, last=last)))
+    return {"CUDA_VISIBLE_DEVICES": chosen} if chosen else {}
+
+
 def vllm(
     site: Site, name: str, arguments: tuple[str, ...] = (), env: Mapping[str, str] | None = None
 ) -> Server:
@@ -181,7 +194,7 @@ def vllm(
         *arguments,
         *vllm_arguments(site.options("vllm")),
     ]
-    own = {**site.environment("vllm"), **(env or {})}
+    own = {**_chosen(site, "vllm"), **site.environment("vllm"), **(env or {})}
     return Server(name, argv, port, site.logs / f"{name}.log", own, SERVED)
 
 
@@ -194,6 +207,7 @@ def vllm_nixl(site: Site) -> Iterator[Server]:
     }
     for name in ("vnp", "vnd"):
         env = {
+            **_chosen(site, "vllm", last=name == "vnd"),
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
             "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
         }
@@ -211,7 +225,8 @@ def _sglang(site: Site, name: str) -> Server:
         *sglang_arguments(site.options("sglang")),
     ]
     log = site.logs / f"{name}.log"
-    return Server(name, argv, port, log, site.environment("sglang"), SERVED)
+    env = {**_chosen(site, "sglang"), **site.environment("sglang")}
+    return Server(name, argv, port, log, env, SERVED)
 
 
 def _mlx(site: Site, name: str) -> Server:

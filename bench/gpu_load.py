@@ -76,7 +76,8 @@ def servers(site: Site, names: Sequence[str], engines: Sequence[str]) -> Iterato
     if "ordinary" in names:
         for engine in engines:
             yield ordinary(site, engine)
-            second = ordinary(replace(site, logs=site.logs / "second"), engine)
+            there = replace(site, logs=site.logs / "second", devices=site.devices[-1:])
+            second = ordinary(there, engine)
             second.name = f"{engine} second"
             yield second
 

@@ -39,6 +39,9 @@ def parser_of(doc: str, *, engines: str, lens: str, context_length: int) -> argp
     parser.add_argument("--tokenizer", type=Path, help="a checkpoint, to make the shapes with")
     parser.add_argument("--checkpoints", type=Path, help="where shapes are, or are made: DIR/SHAPE")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument(
+        "--devices", default="0", help="GPUs: prefill is on the first named, decode on the last"
+    )
     parser.add_argument("--graphs", action="store_true", help="CUDA graphs; else eager")
     parser.add_argument("--pool-tokens", type=int, default=65536, help="KV pool of each engine")
     parser.add_argument("--lanes", type=int, default=32, help="requests at once in an engine")
@@ -53,6 +56,7 @@ def split(parser: argparse.ArgumentParser, words: list[str] | None = None) -> ar
     options = parser.parse_args(words)
     options.engines = options.engines.split(",")
     options.shapes = options.shapes.split(",")
+    options.devices = [int(n) for n in options.devices.split(",")]
     options.lens = [int(n) for n in options.lens.split(",")]
     missing = [e for e in options.engines if not getattr(options, f"{e}_python", None)]
     if missing:
@@ -71,6 +75,7 @@ def site_of(options: argparse.Namespace, shape: str, logs: Path) -> Site:
         pool_tokens=options.pool_tokens,
         lanes=options.lanes,
         context_length=options.context_length,
+        devices=tuple(options.devices),
     )
 
 

@@ -53,6 +53,21 @@ def test_replicas_of_a_run_are_alike_but_for_what_is_compared(site: Callable[...
     assert not config["vp"]["enforce_eager"]
 
 
+def test_prefill_is_on_the_first_device_and_decode_on_the_last(site: Callable[..., Any]) -> None:
+    """The second of two ordinary replicas, too; MLX and CPUs have none to be named."""
+    from gpu_cluster import System, members, topology
+
+    system = System("placed", members("vp sd md so so2"))
+
+    def devices(**given: Any) -> list[list[int]]:
+        parsed = tomllib.loads(topology(system, site(**given), "127.0.0.1:8000"))
+        return [each["devices"] for each in parsed["replicas"]]
+
+    assert devices(devices=(0, 1)) == [[0], [1], [], [0], [1]]
+    assert devices() == [[0], [0], [], [0], [0]]
+    assert devices(device="cpu") == [[]] * 5
+
+
 @pytest.mark.parametrize(
     ("path", "asked"),
     [

@@ -113,6 +113,7 @@ class Fleet:
     def __init__(self, site: Site) -> None:
         self._site = site
         self._paths: dict[str, Path] = {}
+        self._launching: list[subprocess.Popen[str]] = []
         self.targets: dict[str, Target] = {}
         self.servers: dict[str, Server] = {}
         self.failed: dict[str, str] = {}
@@ -121,7 +122,7 @@ class Fleet:
     def start(self, systems: Sequence[System], servers: Iterable[Server], wait_s: float) -> None:
         """Returns when each is up or has failed."""
         began_s = time.monotonic()
-        launched = [self._launched(system, wait_s) for system in systems]
+        launched = self._launching = [self._launched(system, wait_s) for system in systems]
         for server in servers:
             try:
                 server.wait(began_s + wait_s)
@@ -148,24 +149,31 @@ class Fleet:
         subprocess.run([*PDCTL, "up", str(path), "--detach"], check=True, capture_output=True)
 
     def stop(self) -> None:
-        """All at once; the replicas' logs stay among the site's."""
+        """All at once; the replicas' logs stay among the site's. A launch that is still under way
+        rolls back first."""
+        for process in (each for each in self._launching if each.poll() is None):
+            process.terminate()
+        _ended(self._launching)
         for name in self._paths:
             kept = Path(os.environ["XDG_STATE_HOME"]) / "pdctl" / name / "logs"
             for log in kept.glob("*.log"):
                 (self._site.logs / f"{name}-{log.name}").write_bytes(log.read_bytes())
-        going = [_pdctl("down", str(path)) for path in self._paths.values()]
-        for process in going:
-            try:
-                process.communicate(timeout=DOWN_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.communicate()
+        _ended([_pdctl("down", str(path)) for path in self._paths.values()])
 
     def _launched(self, system: System, wait_s: float) -> subprocess.Popen[str]:
         path = self._site.logs / f"{system.name}.toml"
         path.write_text(topology(system, self._site, f"127.0.0.1:{free_port()}"))
         self._paths[system.name] = path
         return _pdctl("up", str(path), "--detach", "--wait-timeout", str(int(wait_s)))
+
+
+def _ended(processes: Sequence[subprocess.Popen[str]]) -> None:
+    for process in (each for each in processes if each.poll() is None):
+        try:
+            process.communicate(timeout=DOWN_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
 
 
 def _pdctl(*words: str) -> subprocess.Popen[str]:

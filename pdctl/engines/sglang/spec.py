@@ -102,6 +102,7 @@ class SglangSpec:
     owned_options = frozenset(OWNED)
     not_with_sharing = frozenset({"disable_radix_cache"})
     constraints = CONSTRAINTS
+    over_context: tuple[str, ...] = ("model's context length", "model's maximum context length")
     ranking: Mapping[str, Any] = {"logprobs": 10, "return_token_ids": True}
 
     def check(self, replica: Replica) -> list[Diagnostic]:

@@ -79,6 +79,7 @@ class VllmSpec:
     owned_options = frozenset(OWNED)
     not_with_sharing: frozenset[str] = frozenset()
     constraints: frozenset[str] = frozenset()
+    over_context: tuple[str, ...] = ()
     ranking: Mapping[str, Any] = {"logprobs": 10, "return_tokens_as_token_ids": True}
 
     def check(self, replica: Replica) -> list[Diagnostic]:

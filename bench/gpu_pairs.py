@@ -34,6 +34,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 from gpu_budget import Budget
@@ -42,6 +43,7 @@ from gpu_engines import Server, ordinary, vllm_nixl
 from gpu_floor import PACED, PACED_BYTES_PER_S, TARGETS, Cells, figures_of, table
 from gpu_loopback import rates
 from gpu_options import UP_SHARE, each_shape, parser_of, site_of, split
+from gpu_paired import loss_of
 from gpu_report import Cell, closing, write
 from gpu_ways import Direct, Named, Nixl, Routed, Way, taken
 
@@ -158,20 +160,42 @@ class Run:
 
     def write(self, started: Fleet) -> None:
         sizes = {n: -(-(n - 1) // PAGE_TOKENS) * self._site.page_bytes for n in self.cells}
-        rows = figures_of(self.cells, sizes, copied := rates(sorted(set(sizes.values()))))
+        copied = rates(sorted(set(sizes.values())))
+        rows, planes = figures_of(self.cells, sizes, copied), _planes(self.cells)
         measured = {
             "targets": TARGETS,
             "up_s": round(started.up_s, 1),
             "rows": rows,
             "loopback_gb_per_s": {size: round(rate / 1e9, 2) for size, rate in copied.items()},
             "handoff_bytes": sizes,
+            "apart_to_inside": planes,
             "left_out": self._budget.left_out,
             "failed": started.failed,
         }
         title = f"TTFT, {self._shape} shape, median (p95) in ms; in brackets × the floor."
-        lines = [*table(title, rows), *closing(self._budget.left_out, started.failed)]
+        lines = [*table(title, rows), "", *_planes_said(planes)]
+        lines += closing(self._budget.left_out, started.failed)
         variant = f"{self._shape}-{'-'.join(self._options.engines)}"
         write("gpu_pairs", variant, __doc__ or "", self._options, measured, lines)
+
+
+def _planes(cells: Cells) -> dict[str, dict[int, Any]]:
+    """What a data plane of its own costs: the same pairs, by turns, with it and without."""
+    return {
+        f"{apart} against {inside}": {
+            tokens: loss_of(row[inside].ttft_ms, row[apart].ttft_ms, 0.0)
+            for tokens, row in cells.items()
+            if inside in row and apart in row
+        }
+        for apart, inside in (("vp>vd", "vpi>vdi"), ("vp>md", "vpi>md"), ("mp>vd", "mp>vdi"))
+    }
+
+
+def _planes_said(planes: dict[str, dict[int, Any]]) -> Iterator[str]:
+    for pair, losses in planes.items():
+        found = [f"{each['loss']:+.1%} at {n}" for n, each in losses.items() if each["pairs"]]
+        if found:
+            yield f"{pair}, medians of differences: {', '.join(found)}."
 
 
 def parsed(words: list[str] | None = None) -> argparse.Namespace:

@@ -128,6 +128,7 @@ def test_pairs_write_figures_with_what_failed_and_what_was_left_out(
     asked, budget = options(gpu_pairs, "--lens", "64", "--rounds", "2"), Budget(60.0)
     run = gpu_pairs.Run(asked, budget, "tiny", tmp_path / "logs")
     ways = [Scripted("vllm", 10.0), Scripted("vd", 11.0), Scripted("vp>vd", 30.0)]
+    ways.append(Scripted("vpi>vdi", 24.0))
     asyncio.run(gpu_pairs.sweep(ways, source, asked, budget, run.cells))
     budget.allows("8000 tokens", 1e9)
     run.write(
@@ -135,6 +136,7 @@ def test_pairs_write_figures_with_what_failed_and_what_was_left_out(
     )
     whole, page = written(tmp_path)
     assert whole["rows"]["64"]["vp>vd"]["of_floor"] == pytest.approx(30 / 20)
+    assert "vp>vd against vpi>vdi, medians of differences: +25.0% at 64." in page
     assert "Left out for want of time: 8000 tokens." in page
     assert "native-1 did not come up: error: not ready" in page
 

@@ -25,7 +25,7 @@ from pdctl.topology.model import (
 )
 from pdctl.topology.native import OWN, has_side_port, is_native
 from pdctl.topology.rules import declared_ports
-from pdctl.topology.sharing import StorePlan, plan_stores, uses_store
+from pdctl.topology.sharing import StorePlan, plan_stores
 
 
 class ReplicaPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,9 +117,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return next((store for store in self.stores if store.host == host), None)
 
     def store_of(self, replica: ReplicaPlan) -> StorePlan | None:
-        """The page store that a replica uses, where it uses one."""
-        used = uses_store(replica.engine, replica.role, native=replica.native)
-        return self.store(replica.host) if used else None
+        """The page store that a replica uses: that of its host. An engine's own handoff knows
+        nothing of it."""
+        return None if replica.native else self.store(replica.host)
 
     def ports(self, host: str) -> frozenset[int]:
         """Every port that something of the cluster listens on at this host."""

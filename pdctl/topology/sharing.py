@@ -9,11 +9,9 @@ import msgspec
 
 from pdctl.topology.addresses import is_loopback, one_machine
 from pdctl.topology.diagnostics import Diagnostic
-from pdctl.topology.model import Engine, Role, Topology
+from pdctl.topology.model import Role, Topology
 
 LEAST_REPLICAS = 2
-HANDOFFS_USE = frozenset({Engine.VLLM, Engine.MLX})
-"""Engines whose prefill and decode replicas use the store of their host, where that has one."""
 PREFIX = "store-"
 """Of a store's name among the processes of its host."""
 
@@ -36,12 +34,6 @@ class StorePlan(msgspec.Struct, frozen=True, kw_only=True):
 
 def ordinary_replicas(topology: Topology) -> int:
     return sum(r.role is Role.BOTH for r in topology.replicas)
-
-
-def uses_store(engine: Engine, role: Role, *, native: bool) -> bool:
-    """Whether a replica on a host that has a store takes pages from there. An engine's own
-    handoff knows nothing of it."""
-    return role is Role.BOTH or (engine in HANDOFFS_USE and not native)
 
 
 def sharing_hosts(topology: Topology) -> tuple[str, ...]:

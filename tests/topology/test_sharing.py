@@ -67,19 +67,11 @@ def test_a_host_of_pairs_alone_has_no_store() -> None:
 
 
 @pytest.mark.parametrize(
-    ("engine", "native", "users"),
-    [
-        ("vllm", False, {"p0", "d0", "o0", "o1"}),
-        ("mlx", False, {"p0", "d0", "o0", "o1"}),
-        ("sglang", False, {"o0", "o1"}),
-        ("vllm", True, {"o0", "o1"}),
-    ],
+    ("native", "users"), [(False, {"p0", "d0", "o0", "o1"}), (True, {"o0", "o1"})]
 )
-def test_who_uses_the_store_of_its_host(engine: str, native: bool, users: set[str]) -> None:
-    """Ordinary replicas of every engine; of prefill and decode those whose engine can, through
-    pdctl's handoff."""
-    text = GOOD.replace('"mlx"', f'"{engine}"') + SHARING + ordinary("o0") + ordinary("o1")
-    plan = declared(text).plan
+def test_who_uses_the_store_of_its_host(native: bool, users: set[str]) -> None:
+    """Every replica on it, but for those whose engine has a handoff of its own."""
+    plan = declared(GOOD + SHARING + ordinary("o0") + ordinary("o1")).plan
     replicas = [
         msgspec.structs.replace(r, native=native and r.role is not Role.BOTH) for r in plan.replicas
     ]

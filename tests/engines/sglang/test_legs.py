@@ -7,15 +7,21 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from handoff.ends import WAIT_S, Ends
+from handoff.store.stores import CONTRACT, clients, host
 
 from pdctl.engines.interface import Leg
 from pdctl.handoff.page import PageGeometry
+from pdctl.handoff.store.interface import PageStore
 from pdctl.handoff.transport.tcp import TcpTransport
+from pdctl.topology.contract import Attention
 
 torch: Any = pytest.importorskip("torch")
 with warnings.catch_warnings():
@@ -32,13 +38,15 @@ with warnings.catch_warnings():
     from pdctl.engines.sglang.sending import PrefillLeg
 
 LAYERS, HEADS, DIM, BLOCKS, TOKEN = 2, 2, 8, 8, 41
+ONES = 0x3C00
+"""1 as a half-precision float."""
 GEOMETRY = PageGeometry(layers=LAYERS, kv_heads=HEADS, head_dim=DIM)
 
 
 class Side:
     """One engine's memory and its exchange."""
 
-    def __init__(self, ends: Ends, seed: int) -> None:
+    def __init__(self, ends: Ends, seed: int, store: PageStore | None = None) -> None:
         torch.manual_seed(seed)
         layers = [torch.randn(BLOCKS * 64, HEADS, DIM).half() for _ in range(2 * LAYERS)]
         self.keys, self.values = layers[:LAYERS], layers[LAYERS:]
@@ -51,6 +59,7 @@ class Side:
             board=ends.sent,
             report=self.failed.append,
             replica="r0",
+            store=store,
         )
         self.exchange = Exchange(None, None, None)
         scheduler = SimpleNamespace(disagg_metadata_buffers=self.rows)
@@ -62,9 +71,9 @@ class Side:
 
 
 class Pair:
-    def __init__(self) -> None:
+    def __init__(self, store: PageStore | None = None) -> None:
         self.ends = Ends(TcpTransport(), GEOMETRY)
-        self.p, self.d = Side(self.ends, 1), Side(self.ends, 2)
+        self.p, self.d = Side(self.ends, 1), Side(self.ends, 2, store)
 
     def leg(self) -> Leg:
         found = self.ends.leg()
@@ -77,11 +86,11 @@ class Pair:
             timeout_s=30.0,
         )
 
-    def begin(self, tokens: int) -> tuple[PrefillLeg, DecodeLeg]:
+    def begin(self, tokens: int, salt: str | None = None) -> tuple[PrefillLeg, DecodeLeg]:
         leg, ids = self.leg(), list(range(tokens))
         sending = PrefillLeg(self.p.exchange, "p0:1", leg.room, dest_tp_ranks=[0], pp_rank=0)
         receiving = DecodeLeg(self.d.exchange, "p0:1", leg.room)
-        receiving.begin(leg, ids)
+        receiving.begin(leg, ids, salt)
         sending.begin(leg, ids)
         return sending, receiving
 
@@ -144,6 +153,31 @@ def test_blocks_that_decode_holds_are_neither_sent_nor_touched(pair: Pair) -> No
     for layer, old in zip(pair.d.keys, before, strict=True):
         assert torch.equal(layer[: 4 * 64], old[: 4 * 64])
         assert torch.equal(layer[5 * 64 + 8 :], old[5 * 64 + 8 :])
+
+
+@pytest.mark.parametrize("held", [0, 64])
+def test_full_pages_of_decodes_store_are_not_sent(tmp_path: Path, held: int) -> None:
+    """They are placed in its blocks, after what its own cache holds; prefill sends the rest."""
+    attention = Attention(kind="full", layers=LAYERS, kv_heads=HEADS, head_dim=DIM)
+    contract = msgspec.structs.replace(CONTRACT, attention=attention)
+    with ExitStack() as stack:
+        store = stack.enter_context(host(tmp_path / "s", contract=contract))
+        (client,) = stack.enter_context(clients(store.path, 1, contract))
+        prompt = client.store.prompt(range(200))
+        assert client.store.publish(prompt.pages, lambda _, page: page.fill(ONES)) == 3
+        pair = Pair(client.store)
+        stack.callback(pair.close)
+        sending, receiving = pair.begin(200, salt="")
+        eventually(receiving, KVPoll.WaitingForInput)
+        target = [4, 5, 7, 2][held // 64 :]
+        receiving.send_metadata(target, 0, [], decode_prefix_len=held)
+        sending.init(4, 0)
+        sending.send([0, 1, 2, 3])
+        eventually(receiving, KVPoll.Success)
+        assert bool((pair.d.tokens(target[:-1], 192 - held) == 1).all())
+        assert torch.equal(pair.d.tokens([2], 8), pair.p.tokens([3], 8))
+        assert client.board.read().reused_tokens == 192 - held
+        assert store.returned()
 
 
 class Held:

@@ -103,6 +103,8 @@ class Site:
             # of what is free when it starts; the pool's size is said above
             "mem_fraction_static": 0.9,
             "disable_flashinfer_autotune": True,
+            # an idle scheduler would take a core from what is measured
+            "sleep_on_idle": True,
             "disaggregation_decode_retraction_backup": "cpu_tensor",
             **(graphs if self.graphs else {"disable_cuda_graph": True}),
         }

@@ -10,14 +10,15 @@ Systems, each of its own processes:
 Each takes the same prompts in the same order, of the lengths by turns, from as many clients as
 stand in --concurrency, each of which asks again as soon as it is answered; one way after another,
 in rounds. TTFT is the time to the first chunk with text. Output tokens/s are those of all answers
-over the time from the first request to the last answer. KV pools and batches are equal. "/" in
---systems parts what is up at the same time.
+over the time from the first request to the last answer. KV pools and batches are equal. All
+systems are up at the same time, idle but for one; "/" in --systems parts them, where a machine
+has not the memory or the cores.
 
     python bench/gpu_load.py --vllm-python PYTHON --sglang-python PYTHON --tokenizer CHECKPOINT \\
-        --graphs --systems ordinary,native/tcp,nixl
+        --graphs --systems ordinary,native,tcp,nixl
 
-Seconds on one H200 with 16 cores, 0.5b with graphs: up 130 for what is up at once; a way's round of
-128 requests 17 at one client, 4 at 16, 3 at 32; eager four times as long.
+Seconds on one H200 with 16 cores, 0.5b with graphs: up 170 for sixteen replicas; a way's round of
+128 requests 4 at 16 clients, 3 at 32, of 32 requests 4 at one; eager four times as long.
 """
 
 from __future__ import annotations
@@ -153,7 +154,7 @@ class Run:
         for turn, clients in itertools.product(
             range(self._options.rounds), self._options.concurrency
         ):
-            count = self._options.requests
+            count = self._options.lone_requests if clients == 1 else self._options.requests
             prompts = prompts_of(self._source, lens, count, f"{turn}/{clients}/{time.time_ns()}")
             for way in (*asked[turn % len(asked) :], *asked[: turn % len(asked)]):
                 await self._cell(started, way, prompts, clients, turn, budget)
@@ -201,7 +202,8 @@ def table(shape: str, found: Found, options: argparse.Namespace) -> list[str]:
     lanes = options.concurrency
     title = (
         f"{shape} shape, prompts of {', '.join(map(str, options.lens))} tokens by turns, "
-        f"{options.output_len} output tokens, {options.requests} requests: output tokens/s, "
+        f"{options.output_len} output tokens, {options.requests} requests "
+        f"({options.lone_requests} at one client): output tokens/s, "
         "TTFT p50 (p95) in ms, medians of rounds."
     )
     rows = {
@@ -225,9 +227,10 @@ def parsed(words: list[str] | None = None) -> argparse.Namespace:
     parser = parser_of(
         __doc__ or "", engines="vllm,sglang", lens="40,173,733,2833", context_length=8192
     )
-    parser.add_argument("--systems", default="ordinary,native/tcp,nixl")
+    parser.add_argument("--systems", default="ordinary,native,tcp,nixl")
     parser.add_argument("--concurrency", default="16,32,1")
     parser.add_argument("--requests", type=int, default=128)
+    parser.add_argument("--lone-requests", type=int, default=32, help="at one client")
     parser.add_argument("--output-len", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=2)
     options = split(parser, words)

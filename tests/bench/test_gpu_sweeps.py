@@ -172,6 +172,7 @@ def test_a_load_goes_round_by_round_and_is_shown_by_clients(
     from gpu_budget import Budget
 
     words = ("--lens", "40,64", "--requests", "8", "--concurrency", "4,1")
+    words = (*words, "--lone-requests", "4")
     asked = options(gpu_load, *words)
     good, broken = Scripted("vp>vd tcp", 10.0), Scripted("sp>sd tcp", 10.0, error="502: gone")
     monkeypatch.setattr(gpu_load, "ways", lambda started: iter([good, broken]))
@@ -180,6 +181,8 @@ def test_a_load_goes_round_by_round_and_is_shown_by_clients(
     run.write()
     whole, page = written(tmp_path)
     assert [len(rounds) for rounds in whole["ways"]["vp>vd tcp"].values()] == [2, 2]
+    # warm-ups, two rounds at four clients, two at one
+    assert len(good.asked) == 4 + 2 * 8 + 2 * 4
     assert [len(rounds) for rounds in whole["ways"]["sp>sd tcp"].values()] == [1, 1]
     assert "| sp>sd tcp | failed | failed |" in page
 

@@ -135,7 +135,7 @@ test-soak-engines: $(STAMP) $(VLLM_STAMP) $(SGLANG_STAMP)  ## two minutes of 16 
 	PDCTL_TEST_THREE_S=120 PDCTL_TEST_THREE_KILLED=sp $(PYTEST) -m engine -s tests/e2e/test_sglang_soak.py
 
 test-nixl: $(STAMP) $(VLLM_STAMP) $(SGLANG_STAMP)  ## whole pairs over NIXL, pdctl's handoff and the engines' own
-	$(PYTEST) -m engine tests/engine/test_sglang_vllm_nixl.py tests/e2e/test_sglang_nixl.py tests/e2e/test_*_native.py
+	$(PYTEST) -m engine tests/engine/test_sglang_vllm_nixl.py tests/e2e/test_sglang_nixl.py tests/e2e/test_native.py
 
 test-gpu:  ## needs an NVIDIA GPU: copies between blocks and pages, in environments with the engines' CUDA builds and pytest
 	$(VLLM_GPU_PYTHON) -m pytest tests/engines/vllm/test_cuda_*.py

@@ -21,8 +21,6 @@ SCANNED = 64
 """Lengths that are compared for a break-even."""
 ABOUT = 0.5
 """Octaves between two lengths that are about the same."""
-FAR = 2.0
-"""Beyond this multiple of the longest prompt that was measured a figure is an extrapolation."""
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,7 +109,7 @@ def _path(path: str, book: Book, lengths: Sequence[int]) -> PathForecast:
                 tokens=n,
                 ttft_ms=curve.at(n) * 1e3,
                 samples=sum(abs(math.log2(s.tokens / n)) <= ABOUT for s in record.samples),
-                extrapolated=n > FAR * curve.longest,
+                extrapolated=book.extrapolates(path, n),
             )
             for n in lengths
         ),

@@ -37,7 +37,7 @@ NIXL_TESTS := $(patsubst %,tests/handoff/test_%.py,nixl sessions cancellations)
 PIP_INSTALL := $(PIP) install --no-compile
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test cases environments test-engines test-mlx test-far test-soak test-soak-engines test-nixl test-gpu test-pinned test-newest venv-vllm test-vllm venv-sglang test-sglang venv-guidellm check format bench bench-clients fidelity clean help
+.PHONY: demo test cases environments test-engines test-mlx test-far test-soak test-soak-engines test-nixl test-sharing test-gpu test-pinned test-newest venv-vllm test-vllm venv-sglang test-sglang venv-guidellm check format bench bench-clients fidelity clean help
 
 help:  ## what each target does
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /	/' | expand -t 16
@@ -140,6 +140,9 @@ test-nixl: $(STAMP) $(VLLM_STAMP) $(SGLANG_STAMP)  ## whole pairs over NIXL, pdc
 test-gpu:  ## needs an NVIDIA GPU: copies between blocks and pages, in environments with the engines' CUDA builds and pytest
 	$(VLLM_GPU_PYTHON) -m pytest tests/engines/vllm/test_cuda_*.py
 	$(if $(wildcard tests/engines/sglang/test_cuda_*.py),$(SGLANG_GPU_PYTHON) -m pytest $(wildcard tests/engines/sglang/test_cuda_*.py))
+
+test-sharing: $(STAMP) $(VLLM_STAMP) $(SGLANG_STAMP)  ## prefixes shared by three engines, with pairs, and between hosts
+	$(PYTEST) -m engine tests/e2e/test_*_sharing.py
 
 test-pinned: $(STAMP) $(PINNED_STAMP)  ## MLX's suites on the oldest supported mlx-lm
 	PDCTL_TEST_MLX_PYTHON=$(CURDIR)/$(PINNED)/bin/python $(PYTEST) $(TWO_AT_ONCE) -m engine -k "not float16" tests/engine/test_mlx_*.py

@@ -232,7 +232,7 @@ def _words(
         since = "at every length" if start <= 2 else f"from {start} tokens on"
         if start > longest:
             return f"{pair} pays {since}, beyond the {longest} that were measured"
-        return f"{pair} pays {since}: × {times:.2g} at {longest} tokens, against {found.alone}"
+        return f"{pair} pays {since}: × {times:.3g} at {longest} tokens, against {found.alone}"
     if found.pays_below_tokens is not None:
         return f"{pair} pays up to {found.pays_below_tokens} tokens only, against {found.alone}"
     return f"{pair} never pays here: {_why(found, ours, theirs, prefill)}"

@@ -226,7 +226,7 @@ def _words(
     p, d = (plan.replica(name) for name in replicas_of(found.path))
     pair = f"{p.engine} → {d.engine} ({found.path})"
     if found.break_even_tokens is not None:
-        longest = round(ours.longest)
+        longest = round(min(ours.longest, theirs.longest))
         times = theirs.at(longest) / ours.at(longest)
         start = found.break_even_tokens
         since = "at every length" if start <= 2 else f"from {start} tokens on"

@@ -116,6 +116,14 @@ def test_a_break_even_beyond_what_was_measured_says_so() -> None:
     assert found.words.endswith("tokens on, beyond the 1500 that were measured")
 
 
+def test_two_paths_are_compared_where_both_were_measured() -> None:
+    """Beyond the 51 tokens of d0 there is no figure to hold the pair's against."""
+    short = record("d0", alone)
+    short = msgspec.structs.replace(short, samples=short.samples[:1])
+    (found,) = forecast_of(d0=short, pair=record("p0>d0", lambda n: 0.01 + 0.5e-3 * n)).pairs
+    assert found.words.endswith("× 1.44 at 51 tokens, against d0")
+
+
 def test_a_slow_prefill_replica_never_pays_and_says_by_how_much() -> None:
     found = pair_of(3e-3, 0.0001e-3)
     assert found.break_even_tokens is None

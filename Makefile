@@ -137,12 +137,12 @@ test-soak-engines: $(STAMP) $(VLLM_STAMP) $(SGLANG_STAMP)  ## two minutes of 16 
 test-nixl: $(STAMP) $(VLLM_STAMP) $(SGLANG_STAMP)  ## whole pairs over NIXL, pdctl's handoff and the engines' own
 	$(PYTEST) -m engine tests/engine/test_sglang_vllm_nixl.py tests/e2e/test_sglang_nixl.py tests/e2e/test_native.py
 
-test-gpu:  ## needs an NVIDIA GPU: copies between blocks and pages, in environments with the engines' CUDA builds and pytest
-	$(VLLM_GPU_PYTHON) -m pytest tests/engines/vllm/test_cuda_*.py
-	$(if $(wildcard tests/engines/sglang/test_cuda_*.py),$(SGLANG_GPU_PYTHON) -m pytest $(wildcard tests/engines/sglang/test_cuda_*.py))
-
 test-sharing: $(STAMP) $(VLLM_STAMP) $(SGLANG_STAMP)  ## prefixes shared by three engines, with pairs, and between hosts
 	$(PYTEST) -m engine tests/e2e/test_*_sharing.py
+
+test-gpu:  ## needs an NVIDIA GPU: copies between blocks and pages, in environments with the engines' CUDA builds and pytest
+	$(VLLM_GPU_PYTHON) -m pytest tests/engines/vllm/test_cuda_*.py $(wildcard tests/engines/cuda)
+	$(if $(wildcard tests/engines/sglang/test_cuda_*.py),$(SGLANG_GPU_PYTHON) -m pytest $(wildcard tests/engines/sglang/test_cuda_*.py))
 
 test-pinned: $(STAMP) $(PINNED_STAMP)  ## MLX's suites on the oldest supported mlx-lm
 	PDCTL_TEST_MLX_PYTHON=$(CURDIR)/$(PINNED)/bin/python $(PYTEST) $(TWO_AT_ONCE) -m engine -k "not float16" tests/engine/test_mlx_*.py

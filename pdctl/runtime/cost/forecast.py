@@ -17,6 +17,8 @@ from pdctl.topology.model import PAGE_TOKENS
 from pdctl.topology.plan import Plan
 
 LENGTHS = (51, 184, 744, 2844, 8000)
+FEW = 3
+"""Fewer of the longest prompts than these are a first impression."""
 SCANNED = 64
 """Lengths that are compared for a break-even."""
 ABOUT = 0.5
@@ -140,6 +142,8 @@ def _pair(plan: Plan, path: str, book: Book, paths: Sequence[str]) -> PairForeca
     )
     found = _with_enough(found, plan, prefill, theirs, record.samples)
     words = _words(plan, found, ours, theirs, prefill)
+    if min(curve.points[-1].count for curve in (ours, theirs)) < FEW:
+        words += " (by few requests)"
     return msgspec.structs.replace(found, words=words)
 
 

@@ -9,8 +9,9 @@ import msgspec
 from agreement import NEAR_TIE_NATS, Agreement, ranking, steps_of
 from engine.vllm_pairs import CHAT, alone, answered_alone, chat, check_at_rest, completion
 from engines.replicas import Pair, Process, text_of
+from engines.vllm_replicas import VllmProcess
 
-from pdctl.topology.model import PAGE_TOKENS
+from pdctl.topology.model import PAGE_TOKENS, Transport
 
 CHUNK_TOKENS = 128
 CONTEXT_TOKENS = 2048
@@ -35,6 +36,15 @@ class Fleet:
         """Of "sglang>mlx" and its like."""
         prefill, decode = name.split(">")
         return Pair(self._ends[prefill][0], self._ends[decode][1])
+
+
+def over_nixl(process: VllmProcess, *peers: str) -> VllmProcess:
+    """Pages to or from these peers go as where the file says so, to others over TCP; before the
+    process is started."""
+    agent = process.agent
+    transports = dict.fromkeys(peers, Transport.NIXL)
+    agent.assignment = msgspec.structs.replace(agent.assignment, transports=transports)
+    return process
 
 
 def check_text(fleet: Fleet, name: str, tokens: int, path: str, agreement: Agreement) -> None:

@@ -4,7 +4,8 @@ An MLX pair of the demo model on this machine. In every round `vllm bench serve`
 `pdctl bench` take turns, another one first each time, and send the same prompts one after the
 other (a handoff reads no prompt cache); figures are medians over all rounds, from what each
 client wrote itself. Target: TTFT, TPOT and ITL within 5 % of ours; guidellm's word for TPOT is
-inter-token latency.
+inter-token latency, (last text - first text) / (tokens - 1). Its "time per output token" is
+another thing: (last text - request) / tokens.
 
     python bench/clients.py [--rounds 3] [--requests 4] [--output DIR]
 """

@@ -15,6 +15,8 @@ from pdctl.topology.sizes import approximate_size
 
 RESERVED_NAMES = frozenset({"router", "agent"})
 """Names that logs, sockets and messages already use."""
+TRIED_PAGES = 2
+"""What a canary's prompt takes at least: a page boundary is to be crossed."""
 
 
 def check(topology: Topology, *, partial: bool = False) -> list[Diagnostic]:
@@ -49,12 +51,27 @@ def check_environment(topology: Topology, environ: Mapping[str, str]) -> list[Di
 
 
 def check_buffer(topology: Topology, contract: Contract) -> list[Diagnostic]:
-    """Warns of a page budget that does not hold one whole context."""
+    """Warns of a page budget that does not hold one whole context; an error where it does not
+    even hold what every pair is tried with at `up`."""
     budget = topology.handoff.buffer_bytes
     pages = -(-topology.model.context_length // PAGE_TOKENS)
-    if budget is None or budget >= pages * contract.page_bytes:
+    sends = any(r.role is Role.PREFILL for r in topology.replicas)
+    if budget is None or not sends or budget >= pages * contract.page_bytes:
         return []
-    tokens = budget // contract.page_bytes * PAGE_TOKENS
+    held = budget // contract.page_bytes
+    if held < min(TRIED_PAGES, pages):
+        return [
+            Diagnostic(
+                code="topology.small_buffer",
+                summary=f"handoff: buffer_bytes holds {held} pages; the prompt that each pair is "
+                f"tried with at `up` takes {TRIED_PAGES}",
+                detail=f"one page of {PAGE_TOKENS} tokens takes {contract.page_bytes:,} bytes",
+                field="handoff.buffer_bytes",
+                hint=f'write buffer_bytes = "{-(-pages * contract.page_bytes >> 20)}MiB", which '
+                "holds one whole context, or leave it away",
+            )
+        ]
+    tokens = held * PAGE_TOKENS
     need = approximate_size(pages * contract.page_bytes)
     return [
         Diagnostic(

@@ -168,6 +168,18 @@ def test_a_small_budget_is_warned_with_the_longest_prompt() -> None:
     assert rules.check_buffer(roomy, contract()) == []
 
 
+@pytest.mark.parametrize("pages", [0, 1])
+def test_a_budget_that_the_canary_does_not_fit_into_is_refused(pages: int) -> None:
+    """Every launch would end at its first pair."""
+    budget = (pages + 1) * contract().page_bytes - 1
+    topology, _ = loads(edited("timeout_s = 30", f"buffer_bytes = {budget}"))
+    assert topology is not None
+    (error,) = rules.check_buffer(topology, contract())
+    assert error.severity is Severity.ERROR
+    assert error.field == "handoff.buffer_bytes"
+    assert f"holds {pages} pages" in error.summary
+
+
 def far(address: str) -> str:
     """p0 at `address` on a host with SSH, d0 on another."""
     text = edited('name = "p0"', 'name = "p0"\nhost = "a"')

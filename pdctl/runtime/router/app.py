@@ -87,6 +87,8 @@ class Front:
         except ClientGone:
             raise _Hangup from None
         finally:
+            if outcome == "gone" and delivery.complete and not delivery.error_told:
+                outcome = "200"
             first_s = delivery.first_at_s
             self._meter.ended(
                 delivery.path,

@@ -22,6 +22,8 @@ from pdctl.trace import monotonic_s
 LAST_WRITE_S = 2.0
 """For the error event of a stream: a client that does not read is not waited for."""
 
+_DONE = b"data: [DONE]"
+
 _STREAM_HEADERS = {
     "content-type": "text/event-stream",
     "cache-control": "no-cache",
@@ -49,6 +51,8 @@ class ClientDelivery:
         self.path = "none"
         self.first_at_s: float | None = None
         self.error_told = False
+        self.complete = False
+        """The end of a stream was written: a client that closes now has all of it."""
 
     @property
     def begun(self) -> bool:
@@ -88,6 +92,7 @@ class ClientDelivery:
             self.first_at_s = monotonic_s()
             await _written(self._stream.prepare(self._request))
         await _written(self._stream.write(raw))
+        self.complete = self.complete or raw.rstrip().endswith(_DONE)
 
     async def end(self) -> None:
         if self._stream is not None:

@@ -6,10 +6,11 @@ import asyncio
 import io
 import json
 
+import aiohttp
 import anyio
 import pytest
-from runtime.router.cluster import CHAT, COMPLETION, MODEL, cluster, eventually
-from runtime.router.fakes import chunk_of, fails, stalls_then, streams
+from runtime.router.cluster import CHAT, COMPLETION, MODEL, STREAM, cluster, eventually
+from runtime.router.fakes import chunk_of, events_of, fails, stalls_then, streams
 
 from pdctl.handoff.counters import BUCKETS_S, Counters, Histogram, PairCounters
 from pdctl.runtime.router.request import MAX_BODY_BYTES
@@ -190,6 +191,24 @@ async def test_status_has_fresh_counters() -> None:
         assert found["phases"]["import"]["sum_s"] == 0.02
         assert found["round_trip_s"] is None
         assert c.keeper.refreshes == before + 1
+
+
+async def test_a_client_that_closes_after_done_was_served() -> None:
+    """Load generators do; it has all of the answer, and is counted so, however long the engine
+    takes to end its own."""
+    async with cluster("p0 d0") as c:
+        c["d0"].on["decode"] = streams(*events_of(STREAM), hang=True)
+        for _ in range(3):
+            async with aiohttp.ClientSession() as session:
+                asked = session.post(c.url("/v1/chat/completions"), json=STREAM)
+                async with asked as answer:
+                    while b"[DONE]" not in await answer.content.readline():
+                        pass
+                    answer.close()
+        await c.nothing_open()
+        text = await (await c.http.get(c.url("/metrics"))).text()
+        assert 'pdctl_router_requests_total{path="p0>d0",status="200"} 3.0' in text
+        assert 'pdctl_router_e2e_seconds_count{path="p0>d0"} 3.0' in text
 
 
 async def test_status_tells_of_router_requests_and_failures() -> None:

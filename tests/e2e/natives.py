@@ -111,7 +111,9 @@ def check_killed(cluster: Mixed, path: str, alone: str, killed: str) -> None:
     ends = path.split(">")
     other = next(name for name in ends if name != killed)
     lives = cluster.replica(other)["pid"]
-    answering = Request(cluster, digits(130, 6), path=path, max_tokens=400, ignore_eos=True)
+    # a decode replica is killed in the middle of its answer
+    tokens = 400 if killed == ends[0] else 1800
+    answering = Request(cluster, digits(130, 6), path=path, max_tokens=tokens, ignore_eos=True)
     assert answering.begun.wait(60)
     killed_s = time.monotonic()
     cluster.kill(killed)

@@ -19,7 +19,8 @@ from engines.vllm.cuda_engine import (  # noqa: E402
     expected,
 )
 
-from pdctl.engines.vllm import cuda, cuda_copies  # noqa: E402
+from pdctl.engines.cuda.kernel import Copies  # noqa: E402
+from pdctl.engines.vllm import cuda  # noqa: E402
 from pdctl.engines.vllm.interface import Span  # noqa: E402
 
 
@@ -121,13 +122,13 @@ def test_layers_land_in_groups_and_in_order(
     monkeypatch.setattr(cuda, "PIECE_PART_BYTES", part)
     engine = Engine()
     seen: list[int] = []
-    to_pages = cuda_copies.Copies.to_pages
+    to_pages = Copies.to_pages
 
-    def counted(self: Any, bases: Any, table: Any, layers: range) -> None:
+    def counted(self: Copies, tokens: Any, layers: range) -> None:
         seen.append(len(layers))
-        to_pages(self, bases, table, layers)
+        to_pages(self, tokens, layers)
 
-    monkeypatch.setattr(cuda_copies.Copies, "to_pages", counted)
+    monkeypatch.setattr(Copies, "to_pages", counted)
     pages = engine.empty_pages(65)
     assert engine.read(Span([1, 2], 0, 65, pages)) == [0, 1, 2]
     assert seen == launched

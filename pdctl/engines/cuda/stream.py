@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-log = logging.getLogger("pdctl.engines.vllm")
+log = logging.getLogger("pdctl.engines.cuda")
 
 CLOSE_S = 5.0
 
@@ -87,5 +87,5 @@ class Landings:
                     call()
             # this thread's boundary: a broken device ends the engine, a callback its handoff
             except Exception:
-                log.exception("copies out of the blocks have not landed")
+                log.exception("copies out of the engine's memory have not landed")
             del given

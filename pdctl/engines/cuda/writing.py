@@ -1,0 +1,106 @@
+"""Pieces of pages into an engine's KV memory on a GPU, as they arrive, several at a time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from pdctl.engines.cuda.kernel import Copies
+from pdctl.engines.cuda.stream import Mark, SideStream
+from pdctl.handoff.arena import Bytes
+from pdctl.handoff.page import PATTERN, Patterns
+from pdctl.handoff.sink import HELD_PIECES
+
+BATCH_PIECES = HELD_PIECES // 2
+"""Copied together, while as many more are received: a launch costs more than it copies."""
+
+
+class _Piece(NamedTuple):
+    rows: NDArray[np.int64]
+    layers: range
+    source: Patterns
+
+
+class _Writing(NamedTuple):
+    mark: Mark
+    kept: object
+    """What the GPU reads until the mark."""
+
+
+class _Thread(threading.local):
+    """One handoff's thread: pieces that have come, and those that are being copied."""
+
+    def __init__(self) -> None:
+        self.pieces: list[_Piece] = []
+        self.writing: _Writing | None = None
+
+    def wait(self) -> None:
+        if self.writing is not None:
+            self.writing.mark.synchronize()
+            self.writing = None
+
+
+class Writer:
+    """`write` any number of times, then `flush`, by the threads of several handoffs.
+
+    Args:
+        memory: makes page-locked memory: pieces that lie elsewhere are copied into it first.
+    """
+
+    def __init__(self, copies: Copies, side: SideStream, memory: Callable[[int], Bytes]) -> None:
+        self._copies, self._side, self._memory = copies, side, memory
+        self._thread = _Thread()
+
+    def write(
+        self, places: NDArray[np.int64], first_slot: int, first_layer: int, piece: Patterns
+    ) -> None:
+        """Args:
+        places: as `kernel.Tokens` has them, of the tokens from the piece's `first_slot` on.
+        piece: `[layers, 2, page_tokens, kv_heads, head_dim]`; it stays as it is while
+            `BATCH_PIECES` more are written, or until `flush`.
+        """
+        source = self._locked(piece)
+        slots = np.arange(first_slot, first_slot + len(places))
+        addresses = source.ctypes.data + slots * source.strides[2]
+        layers = range(first_layer, first_layer + len(piece))
+        self._thread.pieces.append(_Piece(np.stack([places, addresses]), layers, source))
+        if len(self._thread.pieces) == BATCH_PIECES:
+            self._scatter()
+
+    def flush(self) -> None:
+        """What this thread has written stands in the engine's memory."""
+        if self._thread.pieces:
+            self._scatter()
+        self._thread.wait()
+
+    def _scatter(self) -> None:
+        """Begins what this thread has gathered, and waits for what it had begun before."""
+        thread, alike = self._thread, dict[range, list[NDArray[np.int64]]]()
+        for piece in thread.pieces:
+            alike.setdefault(piece.layers, []).append(piece.rows)
+        tokens = {
+            layers: self._copies.tokens(np.concatenate(rows, axis=1))
+            for layers, rows in alike.items()
+        }
+
+        def copy() -> None:
+            for layers, those in tokens.items():
+                self._copies.from_pages(those, layers)
+
+        mark = self._side.run(copy)
+        thread.wait()
+        thread.writing = _Writing(mark, (thread.pieces, tokens))
+        thread.pieces = []
+
+    def _locked(self, piece: Patterns) -> Patterns:
+        """The piece, in memory that the GPU reads."""
+        if not self._copies.on_gpu or torch.from_numpy(piece.view(np.int16)).is_pinned():
+            return piece
+        copy = self._memory(piece.nbytes).view(PATTERN).reshape(piece.shape)
+        copy[:] = piece
+        return copy

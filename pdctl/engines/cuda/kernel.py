@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
-from pdctl.handoff.page import PageGeometry, Patterns
+from pdctl.handoff.page import PageGeometry
 
 PROGRAMS = 32
 """At most, per launch, over all its layers: 17 to 36 GB/s into host memory on an H200, by the width
@@ -111,6 +111,7 @@ class Copies:
     ) -> None:
         self._bases = torch.tensor(bases, dtype=torch.int64).T.contiguous().to(device)
         self.on_gpu = device.type != "cpu"
+        self._pages = pages
         whole = (pages.head_dim, head_stride, *steps)
         self._words = 4 if dtype == page_dtype and not any(n % 4 for n in whole) else 1
         moved = (WORD, WORD) if self._words > 1 else (dtype, page_dtype)
@@ -138,29 +139,31 @@ class Copies:
         table = torch.from_numpy(rows)
         return Tokens(*(table.pin_memory() if self.on_gpu else table))
 
-    def addresses(self, pages: Patterns, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Where those positions of a prompt stand in its pages (`Tokens`).
-
-        Args:
-            pages: `[pages, layers, 2, page_tokens, kv_heads, head_dim]`.
-        """
-        page, slot = np.divmod(positions, pages.shape[3])
-        found: NDArray[np.int64] = (
-            pages.ctypes.data + page * pages.strides[0] + slot * pages.strides[3]
-        )
+    def addresses(self, pages: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Where those positions of a prompt stand in its pages (`Tokens`), which begin at the
+        address `pages`."""
+        page, slot = np.divmod(positions, self._pages.page_tokens)
+        size = self._pages.layer_bytes // 2 // self._pages.page_tokens
+        found: NDArray[np.int64] = pages + page * self._pages.page_bytes + slot * size
         return found
 
-    def to_pages(self, tokens: Tokens, layers: range) -> None:
-        """Those layers of the tokens, into pages that have all layers."""
-        self._launch(tokens, layers, layers.start, to_pages=True)
+    def to_pages(self, tokens: Tokens, layers: range, *, programs: int = PROGRAMS) -> None:
+        """Those layers of the tokens, into pages that have all layers.
 
-    def from_pages(self, tokens: Tokens, layers: range) -> None:
+        Args:
+            programs: at most; pages in the device's own memory can use more.
+        """
+        self._launch(tokens, layers, layers.start, programs, to_pages=True)
+
+    def from_pages(self, tokens: Tokens, layers: range, *, programs: int = PROGRAMS) -> None:
         """Those layers of the tokens, from page memory that begins with them."""
-        self._launch(tokens, layers, 0, to_pages=False)
+        self._launch(tokens, layers, 0, programs, to_pages=False)
 
-    def _launch(self, tokens: Tokens, layers: range, first_on_page: int, *, to_pages: bool) -> None:
+    def _launch(
+        self, tokens: Tokens, layers: range, first_on_page: int, most: int, *, to_pages: bool
+    ) -> None:
         rows, count = len(tokens.places), len(layers)
-        programs = min(-(-rows // self._rows), max(1, PROGRAMS // count))
+        programs = min(-(-rows // self._rows), max(1, most // count))
         _copy[(programs, count)](
             *(self._bases, *tokens, rows, self._bases.shape[1], layers.start, first_on_page),
             self._head_stride,

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pdctl.engines.cuda.kernel import Copies
+from pdctl.engines.cuda.kernel import PROGRAMS, Copies
 from pdctl.engines.cuda.stream import Mark, SideStream
 from pdctl.handoff.arena import Bytes
 from pdctl.handoff.page import PATTERN, Patterns
@@ -20,29 +20,41 @@ BATCH_PIECES = HELD_PIECES // 2
 """Copied together, while as many more are received: a launch costs more than it copies."""
 
 
-class _Piece(NamedTuple):
+class Piece(NamedTuple):
     rows: NDArray[np.int64]
+    """`[2, tokens]`: places and addresses, as `kernel.Tokens` has them."""
     layers: range
-    source: Patterns
+    source: object
+    """What the addresses are in."""
 
 
-class _Writing(NamedTuple):
-    mark: Mark
-    kept: object
-    """What the GPU reads until the mark."""
+class Copying:
+    """Copies under way; what they read is kept as long as this is."""
+
+    def __init__(self, mark: Mark, kept: object) -> None:
+        self._mark, self._kept = mark, kept
+
+    def synchronize(self) -> None:
+        self._mark.synchronize()
+
+    def query(self) -> bool:
+        return self._mark.query()
 
 
 class _Thread(threading.local):
     """One handoff's thread: pieces that have come, and those that are being copied."""
 
     def __init__(self) -> None:
-        self.pieces: list[_Piece] = []
-        self.writing: _Writing | None = None
+        self.pieces: list[Piece] = []
+        self.copying: Copying | None = None
+        self.near: list[Bytes] = []
+        """For pieces that lie elsewhere, in turn: by when one is used again, it has been read."""
+        self.turn = 0
 
     def wait(self) -> None:
-        if self.writing is not None:
-            self.writing.mark.synchronize()
-            self.writing = None
+        if self.copying is not None:
+            self.copying.synchronize()
+            self.copying = None
 
 
 class Writer:
@@ -62,13 +74,13 @@ class Writer:
         """Args:
         places: as `kernel.Tokens` has them, of the tokens from the piece's `first_slot` on.
         piece: `[layers, 2, page_tokens, kv_heads, head_dim]`; it stays as it is while
-            `BATCH_PIECES` more are written, or until `flush`.
+            `HELD_PIECES` more are written, or until `flush`.
         """
         source = self._locked(piece)
         slots = np.arange(first_slot, first_slot + len(places))
         addresses = source.ctypes.data + slots * source.strides[2]
         layers = range(first_layer, first_layer + len(piece))
-        self._thread.pieces.append(_Piece(np.stack([places, addresses]), layers, source))
+        self._thread.pieces.append(Piece(np.stack([places, addresses]), layers, source))
         if len(self._thread.pieces) == BATCH_PIECES:
             self._scatter()
 
@@ -78,10 +90,15 @@ class Writer:
             self._scatter()
         self._thread.wait()
 
-    def _scatter(self) -> None:
-        """Begins what this thread has gathered, and waits for what it had begun before."""
-        thread, alike = self._thread, dict[range, list[NDArray[np.int64]]]()
-        for piece in thread.pieces:
+    def begin(self, pieces: Sequence[Piece], *, programs: int = PROGRAMS) -> Copying:
+        """One launch for those of the same layers; the caller keeps what comes back until it is
+        over.
+
+        Args:
+            programs: as `Copies` takes them.
+        """
+        alike = dict[range, list[NDArray[np.int64]]]()
+        for piece in pieces:
             alike.setdefault(piece.layers, []).append(piece.rows)
         tokens = {
             layers: self._copies.tokens(np.concatenate(rows, axis=1))
@@ -90,17 +107,30 @@ class Writer:
 
         def copy() -> None:
             for layers, those in tokens.items():
-                self._copies.from_pages(those, layers)
+                self._copies.from_pages(those, layers, programs=programs)
 
-        mark = self._side.run(copy)
+        return Copying(self._side.run(copy), (pieces, tokens))
+
+    def _scatter(self) -> None:
+        """Begins what this thread has gathered, and waits for what it had begun before."""
+        thread = self._thread
+        copying = self.begin(thread.pieces)
         thread.wait()
-        thread.writing = _Writing(mark, (thread.pieces, tokens))
-        thread.pieces = []
+        thread.copying, thread.pieces = copying, []
 
     def _locked(self, piece: Patterns) -> Patterns:
         """The piece, in memory that the GPU reads."""
         if not self._copies.on_gpu or torch.from_numpy(piece.view(np.int16)).is_pinned():
             return piece
-        copy = self._memory(piece.nbytes).view(PATTERN).reshape(piece.shape)
+        copy = self._near(piece.nbytes).view(PATTERN).reshape(piece.shape)
         copy[:] = piece
         return copy
+
+    def _near(self, size: int) -> Bytes:
+        thread = self._thread
+        at, thread.turn = thread.turn, (thread.turn + 1) % (2 * BATCH_PIECES)
+        if at == len(thread.near):
+            thread.near.append(self._memory(size))
+        elif thread.near[at].nbytes < size:
+            thread.near[at] = self._memory(size)
+        return thread.near[at][:size]

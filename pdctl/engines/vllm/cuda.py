@@ -1,51 +1,28 @@
 """vLLM's KV memory on an NVIDIA GPU, and the copies between its blocks and pages.
 
-Copies run on a stream of their own. Out of the blocks, several layers at a time: enqueued inside
-the forward pass once it has enqueued those layers, landed in page-locked pages while it computes
-the next. Into the blocks, piece by piece, as they arrive.
+Copies run on a stream of their own: out of the blocks into page-locked pages while a forward pass
+computes, and into the blocks piece by piece, as they arrive.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pdctl.engines.cuda.kernel import Copies, Tokens
+from pdctl.engines.cuda.kernel import Copies
 from pdctl.engines.cuda.page_locked import lock_pages, page_locked
-from pdctl.engines.cuda.stream import Landings, Mark, SideStream
+from pdctl.engines.cuda.reading import Reader
+from pdctl.engines.cuda.stream import SideStream
 from pdctl.engines.cuda.writing import Writer
 from pdctl.engines.vllm.cuda_layout import Backend, layout_of
 from pdctl.engines.vllm.interface import Span
 from pdctl.engines.vllm.layout import PAGE_DTYPES, in_order
 from pdctl.handoff.page import PageGeometry, Patterns
-from pdctl.handoff.schedule import PIECE_BYTES
 from pdctl.topology.model import Dtype
-
-FIRST_BYTES = 1 << 20
-"""The first layers of a step leave once they have as many: a slow link is busy from then on."""
-GROUP_BYTES = 4 << 20
-PIECE_PART_BYTES = PIECE_BYTES // 2
-"""Those after them leave together until they have so many bytes in all, and in each page: a launch
-costs the worker thread 0.1 ms whatever it copies, and each landing is a sweep of pieces over every
-page."""
-
-
-@dataclass
-class _Step:
-    """What one step copies. It lives until the last of it has landed: the GPU writes the spans'
-    pages and reads the tokens' table."""
-
-    spans: Sequence[Span]
-    tokens: Tokens | None = None
-    first: int = 0
-    """Of the layers that are not enqueued yet."""
-    waiting_bytes: int = 0
-    calls: list[Callable[[], None]] = field(default_factory=list)
 
 
 class _Places:
@@ -109,11 +86,8 @@ class CudaBlocks:
         self._pages = pages
         self._copies = self._opened_copies(first)
         self._side = side or SideStream(first.device)
-        self._landings = Landings()
+        self._reader = Reader(self._copies, self._side, pages)
         self._writer = Writer(self._copies, self._side, memory)
-        self._layer_token_bytes = pages.layer_bytes // pages.page_tokens
-        self._step = _Step(())
-        self._last: Mark | None = None
         self._thread = _Thread()
 
     def over(self, caches: Mapping[str, torch.Tensor]) -> CudaBlocks:
@@ -130,41 +104,18 @@ class CudaBlocks:
 
     def close(self) -> None:
         """Bounded: what is under way lands first."""
-        self._landings.close()
+        self._reader.close()
 
     # -- out of the blocks
 
     def begin_step(self, spans: Sequence[Span]) -> None:
-        if self._last is not None:
-            self._side.hold_model(self._last)
-            self._last = None
+        self._reader.hold_model()
         if spans:
             rows = [self._rows(span) for span in spans]
-            self._step = _Step(spans, self._copies.tokens(np.concatenate(rows, axis=1)))
+            self._reader.begin(self._copies.tokens(np.concatenate(rows, axis=1)), spans)
 
     def gather(self, layer: int, landed: Callable[[], None]) -> None:
-        step = self._step
-        tokens = step.tokens
-        assert tokens is not None, "begin_step() comes first, with what is to be copied"
-        step.calls.append(landed)
-        step.waiting_bytes += len(tokens.places) * self._layer_token_bytes
-        layers = range(step.first, layer + 1)
-        if not self._leave(layers, step.waiting_bytes):
-            return
-        mark = self._side.after_model(lambda: self._copies.to_pages(tokens, layers))
-        self._landings.add(mark, step.calls, step)
-        self._last, step.first, step.calls, step.waiting_bytes = mark, layer + 1, [], 0
-        if layers.stop == len(self.layers):
-            # the pages are their handoffs' alone once they have landed
-            self._step = _Step(())
-
-    def _leave(self, layers: range, waiting_bytes: int) -> bool:
-        if layers.stop == len(self.layers):
-            return True
-        if layers.start == 0:
-            return waiting_bytes >= FIRST_BYTES
-        part_bytes = len(layers) * self._pages.layer_bytes
-        return waiting_bytes >= GROUP_BYTES and part_bytes >= PIECE_PART_BYTES
+        self._reader.gather(layer, landed)
 
     # -- into the blocks
 
@@ -197,7 +148,8 @@ class CudaBlocks:
 
     def _rows(self, span: Span) -> NDArray[np.int64]:
         """A span's places and addresses, as the kernel takes them."""
-        addresses = self._copies.addresses(span.pages, np.arange(span.start, span.stop))
+        at = np.arange(span.start, span.stop)
+        addresses = self._copies.addresses(span.pages.ctypes.data, at)
         return np.stack([self._places(span.blocks, span.start, span.stop), addresses])
 
     def _places(self, blocks: Sequence[int], start: int, stop: int) -> NDArray[np.int64]:

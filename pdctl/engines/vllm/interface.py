@@ -7,6 +7,7 @@ from typing import Protocol
 
 import msgspec
 
+from pdctl.engines.exports import Memory
 from pdctl.handoff.arena import Bytes
 from pdctl.handoff.page import Patterns
 
@@ -22,20 +23,17 @@ class Span(msgspec.Struct, frozen=True):
     """`[pages, layers, 2, page_tokens, kv_heads, head_dim]`: the whole prompt's."""
 
 
-class Blocks(Protocol):
+class Blocks(Memory[Span], Protocol):
     """One engine's KV memory: `layout.py` on a CPU, `cuda.py` on an NVIDIA GPU.
 
-    A step is `begin_step`, then `gather` of each layer, in order. Reading and writing may run
-    on different threads for different blocks; vLLM gives no block to another request before
-    both are over.
+    Reading and writing may run on different threads for different blocks; vLLM gives no block to
+    another request before both are over.
     """
 
     block_tokens: int
 
     @property
-    def names(self) -> Sequence[str]:
-        """Layers, as vLLM calls them, in the model's order."""
-        ...
+    def names(self) -> Sequence[str]: ...
 
     @property
     def page_memory(self) -> Callable[[int], Bytes] | None:
@@ -45,22 +43,6 @@ class Blocks(Protocol):
     @property
     def lock(self) -> Callable[[Bytes], None] | None:
         """Makes memory of somebody else's what `page_memory` makes, for good; None: any will do."""
-        ...
-
-    def begin_step(self, spans: Sequence[Span]) -> None:
-        """Worker thread, before every forward, also where there is nothing to copy: all that one
-        step's copies need but the layer is prepared here. What the forward overwrites has been
-        copied by then (R10)."""
-        ...
-
-    def gather(self, layer: int, landed: Callable[[], None]) -> None:
-        """Copies that layer of the step's spans into their pages. Worker thread, inside the
-        forward: it copies, or enqueues the copy, and returns.
-
-        Args:
-            landed: called once the layer stands in the pages of every span; once, on any
-                thread, in the layers' order.
-        """
         ...
 
     def fence(self) -> None:

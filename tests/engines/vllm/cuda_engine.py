@@ -42,6 +42,9 @@ class Inline:
     def synchronize(self) -> None:
         return
 
+    def query(self) -> bool:
+        return True
+
     def hold_side(self) -> None:
         return
 

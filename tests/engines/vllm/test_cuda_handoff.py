@@ -63,6 +63,9 @@ class LateMark:
         while self._work in self._side.waiting:
             self._side.waiting.pop(0)()
 
+    def query(self) -> bool:
+        return self._work not in self._side.waiting
+
 
 class Sink:
     """Blocks of a decode replica, filled by a handoff."""

@@ -19,6 +19,7 @@ from pdctl.errors import (
     handoff_error,
 )
 from pdctl.handoff import wire
+from pdctl.handoff.device import Run
 from pdctl.handoff.handshake import challenge
 from pdctl.handoff.identity import Identity
 from pdctl.handoff.lease import DEAD_S, Verdict
@@ -291,9 +292,11 @@ class Serving:
 
     def _send_part(self, outbound: Outbound, part: PagePart) -> None:
         piece = outbound.part_bytes(part)
-        send = self._link.send_placed if self.reads else self._link.send_piece
-        send(outbound.room, part.page, part.first_layer, piece)
-        outbound.sent_bytes += piece.nbytes
+        if self.reads or isinstance(piece, Run):
+            self._link.send_placed(outbound.room, part.page, part.first_layer, piece)
+        else:
+            self._link.send_piece(outbound.room, part.page, part.first_layer, piece)
+        outbound.sent_bytes += part.layers * self._link.geometry.layer_bytes
 
 
 def _abort(error: HandoffError) -> wire.Abort:

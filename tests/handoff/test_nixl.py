@@ -22,10 +22,11 @@ from pdctl.errors import HandoffError, PeerLost
 from pdctl.handoff.counters import CounterBoard
 from pdctl.handoff.identity import Identity
 from pdctl.handoff.page import PageGeometry
-from pdctl.handoff.pulls import SLOTS
 from pdctl.handoff.receiver import Inbound, Receiver
+from pdctl.handoff.slots import SLOTS
 from pdctl.handoff.ticket import mint
 from pdctl.handoff.transport.nixl import NixlReach, installed
+from pdctl.handoff.transport.reach import Row
 from pdctl.topology.model import Transport
 
 pytestmark = pytest.mark.skipif(installed() is None, reason="needs nixl-cu12 in this environment")
@@ -211,8 +212,8 @@ def test_memory_that_was_not_exposed_is_not_read(reach: NixlReach) -> None:
         reach.meet(("127.0.0.1", 1), card)
         for address in (secret.ctypes.data, exposed.ctypes.data + 1, 0):
             with pytest.raises(PeerLost, match="can't read the memory of p1-"):
-                reach.pull(card, address, 0, into.data)
-        pull = reach.pull(card, exposed.ctypes.data, 0, into.data)
+                reach.pull(card, [Row(address, 4096, 0)], into.data)
+        pull = reach.pull(card, [Row(exposed.ctypes.data, 4096, 0)], into.data)
         while not pull.landed():
             time.sleep(1e-4)
         assert pull.release()

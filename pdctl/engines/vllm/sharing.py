@@ -21,7 +21,7 @@ import numpy as np
 from pdctl.engines.copier import Copier
 from pdctl.engines.vllm.interface import Blocks, Span
 from pdctl.engines.vllm.steps import Seek
-from pdctl.handoff.arena import Arena
+from pdctl.handoff.arena import Arena, Bytes, arena_of
 from pdctl.handoff.page import PATTERN, PageGeometry, Patterns
 from pdctl.handoff.store.interface import Loan, PageStore
 from pdctl.handoff.store.keys import PromptKeys
@@ -61,11 +61,11 @@ class Sharing:
         self.found, self.loaded = found, loaded
         self.copier = Copier("pdctl-import")
         size = max(SAVE_BYTES, (pages.pages_for(step_tokens) + 2) * pages.page_bytes)
-        self.arena = Arena((blocks.page_memory or _any_memory)(size))
-        self._within_reach: Arena | None = None
+        self.arena = arena_of((blocks.page_memory or _any_memory)(size))
+        self._within_reach: Arena[Bytes] | None = None
         if blocks.page_memory is not None:
             size = max(LOAD_BYTES, 2 * pages.page_bytes)
-            self._within_reach = Arena(blocks.page_memory(size))
+            self._within_reach = arena_of(blocks.page_memory(size))
 
     def seek(self, seek: Seek) -> Sharer:
         """Worker thread."""

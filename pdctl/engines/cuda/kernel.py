@@ -20,11 +20,14 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
-from pdctl.handoff.page import PageGeometry
+from pdctl.handoff.page import PageGeometry, Patterns
 
 PROGRAMS = 32
 """At most, per launch, over all its layers: 17 to 36 GB/s into host memory on an H200, by the width
 of a token; four times as many give a third more."""
+DEVICE_PROGRAMS = 4 * PROGRAMS
+"""Where pages lie in the device's own memory too: a copy is over the sooner, and none waits for the
+bus."""
 WORD = torch.int64
 """Where nothing is cast, what is moved at once: four elements of 16 bits."""
 
@@ -134,10 +137,17 @@ class Copies:
         return offsets // self._words
 
     def tokens(self, rows: NDArray[np.int64]) -> Tokens:
-        """Of `[2, tokens]`, places and addresses. Read by the GPU where it lies: a copy to the
-        device would wait for the model."""
-        table = torch.from_numpy(rows)
-        return Tokens(*(table.pin_memory() if self.on_gpu else table))
+        """Of `[2, tokens]`, places and addresses."""
+        return Tokens(*self.near(rows))
+
+    def near(self, numbers: NDArray[np.int64]) -> torch.Tensor:
+        """Read by the GPU where it lies: a copy to the device would wait for the model."""
+        found = torch.from_numpy(numbers)
+        return found.pin_memory() if self.on_gpu else found
+
+    def reaches(self, pages: Patterns) -> bool:
+        """Whether the kernel can read and write them where they lie."""
+        return not self.on_gpu or torch.from_numpy(pages.view(np.int16)).is_pinned()
 
     def addresses(self, pages: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Where those positions of a prompt stand in its pages (`Tokens`), which begin at the

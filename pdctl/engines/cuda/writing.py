@@ -7,10 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from pdctl.engines.cuda.kernel import PROGRAMS, Copies
+from pdctl.engines.cuda.kernel import DEVICE_PROGRAMS, PROGRAMS, Copies
 from pdctl.engines.cuda.stream import Mark, SideStream
 from pdctl.handoff.arena import Bytes
 from pdctl.handoff.page import PATTERN, Patterns
@@ -84,6 +83,18 @@ class Writer:
         if len(self._thread.pieces) == BATCH_PIECES:
             self._scatter()
 
+    def write_from(self, pieces: Sequence[Piece]) -> Copying:
+        """Begins to copy pieces that lie in the device's own memory; `flush` waits for them too.
+        The caller keeps what comes back until it is over. Where it raises, nothing of this thread's
+        is under way."""
+        try:
+            copying = self.begin(pieces, programs=DEVICE_PROGRAMS)
+        except BaseException:
+            self._side.run(lambda: None).synchronize()
+            raise
+        self._thread.copying = copying
+        return copying
+
     def flush(self) -> None:
         """What this thread has written stands in the engine's memory."""
         if self._thread.pieces:
@@ -114,13 +125,14 @@ class Writer:
     def _scatter(self) -> None:
         """Begins what this thread has gathered, and waits for what it had begun before."""
         thread = self._thread
-        copying = self.begin(thread.pieces)
+        pieces, thread.pieces = thread.pieces, []
+        copying = self.begin(pieces)
         thread.wait()
-        thread.copying, thread.pieces = copying, []
+        thread.copying = copying
 
     def _locked(self, piece: Patterns) -> Patterns:
         """The piece, in memory that the GPU reads."""
-        if not self._copies.on_gpu or torch.from_numpy(piece.view(np.int16)).is_pinned():
+        if self._copies.reaches(piece):
             return piece
         copy = self._near(piece.nbytes).view(PATTERN).reshape(piece.shape)
         copy[:] = piece

@@ -88,3 +88,8 @@ def host_pages(pages: Pages) -> Patterns:
     if isinstance(pages, Run):
         raise HandoffError("these pages lie in a device's memory")
     return pages
+
+
+def address_of_pages(pages: Pages) -> int:
+    """Of their first byte."""
+    return pages.address if isinstance(pages, Run) else pages.ctypes.data

@@ -203,7 +203,7 @@ class HostPulls(Pulls[memoryview]):
 
 
 class DevicePulls(Pulls[Run]):
-    """Nothing is hashed: no byte comes to this interpreter.
+    """Nothing is hashed: no byte comes to this interpreter. Made by the thread that is to read.
 
     Args:
         place: begins to place pieces that have landed; returns whether they are placed, to be
@@ -220,6 +220,7 @@ class DevicePulls(Pulls[Run]):
         place: Callable[[Sequence[Piece]], Callable[[], bool]],
     ) -> None:
         super().__init__(reach, slots, link)
+        slots.bind()
         self._place = place
         self._placing: deque[tuple[Callable[[], bool], Run]] = deque()
 

@@ -25,7 +25,11 @@ Slot = TypeVar("Slot", bound=memoryview | Run)
 class Slots(Generic[Slot]):
     """Thread-safe; nothing here waits."""
 
-    def __init__(self, slots: Iterable[Slot], size: int) -> None:
+    def __init__(
+        self, slots: Iterable[Slot], size: int, bind: Callable[[], None] = lambda: None
+    ) -> None:
+        self.bind = bind
+        """As `DeviceMemory.bind`."""
         self.size = size
         """Bytes of each."""
         self._lock = threading.Lock()
@@ -54,6 +58,8 @@ class Slots(Generic[Slot]):
     def look_again(self) -> None:
         with self._lock:
             late, self._late = self._late, []
+        if late:
+            self.bind()
         for over, slot in late:
             if over():
                 self.give(slot)
@@ -75,4 +81,4 @@ def device_slots(reach: Reach, geometry: PageGeometry, make: DeviceMaker) -> Slo
     size = max(DEVICE_SLOT_BYTES, DEVICE_PIECE_BYTES, geometry.layer_bytes)
     memory: DeviceMemory = make(DEVICE_SLOTS * size)
     reach.expose(memory)
-    return Slots((Run(memory, at * size, size) for at in range(DEVICE_SLOTS)), size)
+    return Slots((Run(memory, at * size, size) for at in range(DEVICE_SLOTS)), size, memory.bind)

@@ -13,15 +13,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pdctl.engines.cuda.kernel import Copies
+from pdctl.engines.cuda import writing
+from pdctl.engines.cuda.kernel import DEVICE_PROGRAMS, PROGRAMS, Copies
 from pdctl.engines.cuda.page_locked import lock_pages, page_locked
 from pdctl.engines.cuda.reading import Reader
 from pdctl.engines.cuda.stream import SideStream
 from pdctl.engines.cuda.writing import Writer
+from pdctl.engines.device import TorchDevice
 from pdctl.engines.vllm.cuda_layout import Backend, layout_of
 from pdctl.engines.vllm.interface import Span
 from pdctl.engines.vllm.layout import PAGE_DTYPES, in_order
+from pdctl.handoff.device import Run, address_of_pages
 from pdctl.handoff.page import PageGeometry, Patterns
+from pdctl.handoff.sink import Piece
 from pdctl.topology.model import Dtype
 
 
@@ -81,6 +85,7 @@ class CudaBlocks:
         self.compute_dtype = first.dtype
         self.page_memory = memory
         self.lock = lock
+        self.device = TorchDevice(first.device)
         self.layout = layout_of(backend, self.layers, pages, block_tokens)
         self._backend = backend
         self._pages = pages
@@ -112,7 +117,12 @@ class CudaBlocks:
         self._reader.hold_model()
         if spans:
             rows = [self._rows(span) for span in spans]
-            self._reader.begin(self._copies.tokens(np.concatenate(rows, axis=1)), spans)
+            near = all(isinstance(span.pages, Run) for span in spans)
+            self._reader.begin(
+                self._copies.tokens(np.concatenate(rows, axis=1)),
+                spans,
+                programs=DEVICE_PROGRAMS if near else PROGRAMS,
+            )
 
     def gather(self, layer: int, landed: Callable[[], None]) -> None:
         self._reader.gather(layer, landed)
@@ -127,6 +137,19 @@ class CudaBlocks:
     ) -> None:
         places = self._thread.places.of(blocks, start, stop, self._places)
         self._writer.write(places, start % self._pages.page_tokens, first_layer, piece)
+
+    def write_from(
+        self, blocks: Sequence[int], parts: Sequence[tuple[range, Piece]]
+    ) -> Callable[[], bool]:
+        """One launch for those of the same layers."""
+        pieces = []
+        for at, piece in parts:
+            places = self._thread.places.of(blocks, at.start, at.stop, self._places)
+            slots = np.arange(len(at)) + at.start % self._pages.page_tokens
+            rows = np.stack([places, self._copies.addresses(piece.at.address, slots)])
+            layers = range(piece.first_layer, piece.first_layer + piece.layers)
+            pieces.append(writing.Piece(rows, layers, piece.at))
+        return self._writer.write_from(pieces).query
 
     def flush(self) -> None:
         self._writer.flush()
@@ -149,7 +172,7 @@ class CudaBlocks:
     def _rows(self, span: Span) -> NDArray[np.int64]:
         """A span's places and addresses, as the kernel takes them."""
         at = np.arange(span.start, span.stop)
-        addresses = self._copies.addresses(span.pages.ctypes.data, at)
+        addresses = self._copies.addresses(address_of_pages(span.pages), at)
         return np.stack([self._places(span.blocks, span.start, span.stop), addresses])
 
     def _places(self, blocks: Sequence[int], start: int, stop: int) -> NDArray[np.int64]:

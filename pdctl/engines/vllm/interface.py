@@ -9,7 +9,9 @@ import msgspec
 
 from pdctl.engines.exports import Memory
 from pdctl.handoff.arena import Bytes
+from pdctl.handoff.device import DeviceMaker, Pages
 from pdctl.handoff.page import Patterns
+from pdctl.handoff.sink import Piece
 
 
 class Span(msgspec.Struct, frozen=True):
@@ -19,7 +21,7 @@ class Span(msgspec.Struct, frozen=True):
     """The sequence's, from position 0 on."""
     start: int
     stop: int
-    pages: Patterns
+    pages: Pages
     """`[pages, layers, 2, page_tokens, kv_heads, head_dim]`: the whole prompt's."""
 
 
@@ -45,6 +47,11 @@ class Blocks(Memory[Span], Protocol):
         """Makes memory of somebody else's what `page_memory` makes, for good; None: any will do."""
         ...
 
+    @property
+    def device(self) -> DeviceMaker:
+        """Makes memory where the blocks themselves lie, for pages that are read from there."""
+        ...
+
     def fence(self) -> None:
         """Worker thread, when a request was given blocks to be written: their former owner's
         last forward may still be under way, and comes before every `write` that follows."""
@@ -60,6 +67,14 @@ class Blocks(Memory[Span], Protocol):
             piece: `[layers, 2, page_tokens, kv_heads, head_dim]`, that page's; the memory is
                 another's as `PageSink.write` says.
         """
+        ...
+
+    def write_from(
+        self, blocks: Sequence[int], parts: Sequence[tuple[range, Piece]]
+    ) -> Callable[[], bool]:
+        """As `write`, of pieces in memory that `device` made, each with the positions of its page
+        that are placed. It waits for nothing: `DeviceSink.write_from` says what it returns, and
+        what it means where it raises."""
         ...
 
     def flush(self) -> None:

@@ -22,6 +22,7 @@ from pdctl.engines.copier import Copier
 from pdctl.engines.vllm.interface import Blocks, Span
 from pdctl.engines.vllm.steps import Seek
 from pdctl.handoff.arena import Arena, Bytes, arena_of
+from pdctl.handoff.device import host_pages
 from pdctl.handoff.page import PATTERN, PageGeometry, Patterns
 from pdctl.handoff.store.interface import Loan, PageStore
 from pdctl.handoff.store.keys import PromptKeys
@@ -218,9 +219,10 @@ class Saving:
         self._broken = False
 
     def landed(self, span: Span, layers: int) -> None:
-        if layers == span.pages.shape[1] and not self._broken:
-            pages = span.pages[len(span.pages) - (self._stop - self._first) :]
-            self._sharer.publish(self._first, self._stop, pages)
+        pages = host_pages(span.pages)
+        if layers == pages.shape[1] and not self._broken:
+            mine = pages[len(pages) - (self._stop - self._first) :]
+            self._sharer.publish(self._first, self._stop, mine)
 
     def taken(self, span: Span) -> None:
         return

@@ -4,107 +4,29 @@ by an environment that has SGLang."""
 from __future__ import annotations
 
 import threading
-import time
-import warnings
-from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from handoff.ends import WAIT_S, Ends
-
-from pdctl.engines.interface import Leg
-from pdctl.handoff.page import PageGeometry
-from pdctl.handoff.transport.tcp import TcpTransport
 
 torch: Any = pytest.importorskip("torch")
-with warnings.catch_warnings():
-    # of SGLang's own imports
-    warnings.simplefilter("ignore")
-    pytest.importorskip("sglang")
-    from sglang.srt.disaggregation.base.conn import KVPoll
-    from sglang.srt.disaggregation.utils import MetadataBuffers
+pytest.importorskip("sglang")
 
-    from pdctl.engines.sglang import sending as prefill_side
-    from pdctl.engines.sglang.exchange import Exchange
-    from pdctl.engines.sglang.pool import SlotPool
-    from pdctl.engines.sglang.receiving import DecodeLeg
-    from pdctl.engines.sglang.sending import PrefillLeg
+from engines.sglang.pairs import TOKEN, Pair, eventually  # noqa: E402
+from handoff.ends import WAIT_S  # noqa: E402
+from sglang.srt.disaggregation.base.conn import KVPoll  # noqa: E402
 
-LAYERS, HEADS, DIM, BLOCKS, TOKEN = 2, 2, 8, 8, 41
-GEOMETRY = PageGeometry(layers=LAYERS, kv_heads=HEADS, head_dim=DIM)
+from pdctl.engines.interface import Leg  # noqa: E402
+from pdctl.engines.sglang import sending as prefill_side  # noqa: E402
+from pdctl.engines.sglang.pool import SlotPool  # noqa: E402
+from pdctl.engines.sglang.sending import PrefillLeg  # noqa: E402
 
 
-class Side:
-    """One engine's memory and its exchange."""
-
-    def __init__(self, ends: Ends, seed: int) -> None:
-        torch.manual_seed(seed)
-        layers = [torch.randn(BLOCKS * 64, HEADS, DIM).half() for _ in range(2 * LAYERS)]
-        self.keys, self.values = layers[:LAYERS], layers[LAYERS:]
-        self.rows = MetadataBuffers(4, 16, torch.float32, 8)
-        self.failed: list[Any] = []
-        memory = SimpleNamespace(k_buffer=self.keys, v_buffer=self.values, page_size=64)
-        session = SimpleNamespace(
-            sender=ends.sender,
-            receiver=ends.receiver,
-            board=ends.sent,
-            report=self.failed.append,
-            replica="r0",
-        )
-        self.exchange = Exchange(None, None, None)
-        scheduler = SimpleNamespace(disagg_metadata_buffers=self.rows)
-        self.exchange.join(session, SlotPool(memory, GEOMETRY), scheduler)
-
-    def tokens(self, blocks: list[int], count: int) -> Any:
-        slots = torch.cat([torch.arange(64 * b, 64 * b + 64) for b in blocks])[:count]
-        return torch.stack([layer[slots] for layer in (*self.keys, *self.values)])
-
-
-class Pair:
-    def __init__(self) -> None:
-        self.ends = Ends(TcpTransport(), GEOMETRY)
-        self.p, self.d = Side(self.ends, 1), Side(self.ends, 2)
-
-    def leg(self) -> Leg:
-        found = self.ends.leg()
-        return Leg(
-            room=found.room,
-            ticket=found.ticket,
-            prefill="p0",
-            decode="d0",
-            sender=found.sender,
-            timeout_s=30.0,
-        )
-
-    def begin(self, tokens: int) -> tuple[PrefillLeg, DecodeLeg]:
-        leg, ids = self.leg(), list(range(tokens))
-        sending = PrefillLeg(self.p.exchange, "p0:1", leg.room, dest_tp_ranks=[0], pp_rank=0)
-        receiving = DecodeLeg(self.d.exchange, "p0:1", leg.room)
-        receiving.begin(leg, ids)
-        sending.begin(leg, ids)
-        return sending, receiving
-
-    def close(self) -> None:
-        self.ends.close()
-
-
-@pytest.fixture
-def pair() -> Iterator[Pair]:
-    made = Pair()
+@pytest.fixture(params=["cpu", "cuda"])
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    made = Pair(cuda=request.param == "cuda")
     yield made
     made.close()
-
-
-def eventually(leg: PrefillLeg | DecodeLeg, state: int) -> None:
-    until(lambda: leg.poll() == state)
-
-
-def until(holds: Callable[[], bool]) -> None:
-    end = time.monotonic() + WAIT_S
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.001)
 
 
 @pytest.mark.parametrize("tokens", [1, 63, 64, 65, 128, 129, 193, 300])
@@ -166,11 +88,11 @@ class Held:
         assert self.go.wait(WAIT_S)
         self.pool.write(*arguments)
 
-    def after(self, *streams: Any) -> None:
+    def fence(self) -> None:
         return
 
-    def wait(self, events: Any) -> None:
-        return
+    def flush(self) -> None:
+        self.pool.flush()
 
 
 def test_an_abort_of_prefill_waits_for_the_copy_under_way_and_no_other_begins(pair: Pair) -> None:

@@ -6,7 +6,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+from engines.cuda_sides import Late
 from engines.vllm.cuda_engine import ON_GPU, PAGES, Engine
 
 from pdctl.engines.interface import Leg
@@ -32,39 +33,6 @@ from pdctl.handoff.ticket import mint
 
 KEY, DIGEST = bytes(32), "d" * 64
 WAIT_S = 60.0
-
-
-class Late:
-    """A side stream whose work is done as late as it may be: when its mark is waited for, or that
-    of work given after it."""
-
-    def __init__(self) -> None:
-        self.waiting: list[Callable[[], None]] = []
-
-    def after_model(self, work: Callable[[], None]) -> LateMark:
-        return self.run(work)
-
-    def run(self, work: Callable[[], None]) -> LateMark:
-        self.waiting.append(work)
-        return LateMark(self, work)
-
-    def hold_side(self) -> None:
-        return
-
-    def hold_model(self, mark: LateMark) -> None:
-        return
-
-
-class LateMark:
-    def __init__(self, side: Late, work: Callable[[], None]) -> None:
-        self._side, self._work = side, work
-
-    def synchronize(self) -> None:
-        while self._work in self._side.waiting:
-            self._side.waiting.pop(0)()
-
-    def query(self) -> bool:
-        return self._work not in self._side.waiting
 
 
 class Sink:

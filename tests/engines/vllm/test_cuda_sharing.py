@@ -15,8 +15,9 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+from engines.cuda_sides import Late
 from engines.vllm.cuda_engine import PAGES, Engine
-from engines.vllm.test_cuda_handoff import WAIT_S, Late
+from engines.vllm.test_cuda_handoff import WAIT_S
 from handoff.store.stores import CONTRACT
 
 from pdctl.engines.exports import Exports

@@ -11,7 +11,6 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 from pdctl.errors import PeerLost
 from pdctl.handoff import wire
 from pdctl.handoff.arena import Bytes
-from pdctl.handoff.device import Run
 from pdctl.handoff.lease import Life
 from pdctl.handoff.page import PageGeometry
 from pdctl.handoff.schedule import PIECE_BYTES
@@ -86,16 +85,17 @@ class Link:
         with self._sending:
             self._send([memoryview(header), piece], payload=True)
 
-    def send_placed(self, room: int, page: int, first_layer: int, piece: memoryview | Run) -> None:
+    def send_placed(self, room: int, page: int, first_layer: int, piece: memoryview) -> None:
         """As `send_piece`, but it says only where the piece lies, unchanged until End is sent."""
-        if isinstance(piece, Run):
-            layers = piece.size // self.geometry.layer_bytes
-            placed = wire.Placed(address=piece.address, device=piece.memory.index, xxh3=None)
-        else:
-            layers = piece.nbytes // self.geometry.layer_bytes
-            hashed = xxh3_64_intdigest(piece)
-            placed = wire.Placed(address=address_of(piece), device=0, xxh3=hashed)
+        layers = piece.nbytes // self.geometry.layer_bytes
+        placed = wire.Placed(address=address_of(piece), device=0, xxh3=xxh3_64_intdigest(piece))
         frame = wire.placed_frame(room, page, first_layer, layers, placed)
+        with self._sending:
+            self._send([memoryview(frame)], payload=True)
+
+    def send_spread(self, room: int, device: int, spots: tuple[wire.Spot, ...]) -> None:
+        """As `send_placed`, of pieces in a device's memory."""
+        frame = wire.frame(wire.Spread(device=device, spots=spots), room)
         with self._sending:
             self._send([memoryview(frame)], payload=True)
 

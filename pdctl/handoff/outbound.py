@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-import msgspec
-
 from pdctl.errors import HandoffCancelled, HandoffError, ProtocolViolation, TicketRejected
 from pdctl.handoff import wire
 from pdctl.handoff.budget import Claim
@@ -16,17 +14,9 @@ from pdctl.handoff.ends_once import EndsOnce
 from pdctl.handoff.lease import Deadline
 from pdctl.handoff.page import PageGeometry
 from pdctl.handoff.pieces import piece_of
+from pdctl.handoff.prompt import Over, Prompt, Step
 from pdctl.handoff.schedule import PagePart, Schedule
 from pdctl.handoff.state import SENDER_FINAL, Event, Sending
-
-
-class Over(msgspec.Struct, frozen=True):
-    """Nothing more is to be sent but, where it is set, an Abort with this error."""
-
-    tell: HandoffError | None
-
-
-Step = wire.Offer | PagePart | wire.End | Over
 
 
 class Peer(Protocol):
@@ -38,16 +28,6 @@ class Peer(Protocol):
     def engage(self, outbound: Outbound) -> None:
         """Called with locks held: it only hands the room to the connection's writer."""
         ...
-
-
-class Prompt(msgspec.Struct, frozen=True, kw_only=True):
-    """What was admitted."""
-
-    room: int
-    decode: str
-    tokens: int
-    token_sha256: bytes
-    ticket_expires_at_s: float
 
 
 class Outbound(EndsOnce):
@@ -276,6 +256,18 @@ class Outbound(EndsOnce):
                     return step
                 self._changed.wait()
 
+    def more_parts(self, most: int) -> list[PagePart]:
+        """What can be sent besides, without waiting."""
+        parts: list[PagePart] = []
+        with self._changed:
+            while len(parts) < most and self._machine.state is Sending.GRANTED:
+                part = self._schedule.step()
+                if not isinstance(part, PagePart):
+                    break
+                self._take_part(part)
+                parts.append(part)
+        return parts
+
     def part_bytes(self, part: PagePart) -> memoryview | Run:
         """Those layers of a page, where they lie. May wait for a device."""
         return piece_of(self.pages(), self._geometry, part)
@@ -315,9 +307,12 @@ class Outbound(EndsOnce):
                 return None
             self._machine.on(Event.END)
         elif step is not None:
-            self._machine.on(Event.PAGES)
-            self._placed += self.peer is not None and self.peer.reads
-            if self._pages is not None and not isinstance(self._pages, Run):
-                last = step.first_layer + step.layers
-                self._pages[step.page, step.first_layer : last, :, step.slots :] = 0
+            self._take_part(step)
         return step
+
+    def _take_part(self, part: PagePart) -> None:
+        self._machine.on(Event.PAGES)
+        self._placed += self.peer is not None and self.peer.reads
+        if self._pages is not None and not isinstance(self._pages, Run):
+            last = part.first_layer + part.layers
+            self._pages[part.page, part.first_layer : last, :, part.slots :] = 0

@@ -21,7 +21,7 @@ from pdctl.handoff.link import Link
 from pdctl.handoff.sink import Piece
 from pdctl.handoff.slots import Slot, Slots
 from pdctl.handoff.transport.reach import Pull, Reach, Row
-from pdctl.handoff.wire import Header, Placed
+from pdctl.handoff.wire import Part
 
 DEPTH = 8
 """Reads that one handoff has under way: 4 MiB, what a link of 10 GB/s and 0.4 ms holds."""
@@ -47,10 +47,20 @@ def is_over(pull: Pull) -> bool:
         return True
 
 
+class Asked(msgspec.Struct, frozen=True):
+    """A piece that the sender has placed."""
+
+    part: Part
+    row: Row
+    """Where it lies."""
+    xxh3: int | None = None
+    """None in a device's memory."""
+
+
 class Flight(msgspec.Struct, Generic[Slot], frozen=True):
     """One read that was begun."""
 
-    asked: Sequence[tuple[Header, Placed]]
+    asked: Sequence[Asked]
     slot: Slot
     pull: Pull
 
@@ -60,7 +70,7 @@ class Flight(msgspec.Struct, Generic[Slot], frozen=True):
 
 
 class Pulls(ABC, Generic[Slot]):
-    """Those of one handoff, in the order of the sender's Placed. One thread at a time."""
+    """Those of one handoff, in the order in which the sender placed. One thread at a time."""
 
     depth = DEPTH
 
@@ -68,7 +78,7 @@ class Pulls(ABC, Generic[Slot]):
         self._reach = reach
         self._slots = slots
         self._link = link
-        self._waiting: deque[tuple[Header, Placed]] = deque()
+        self._waiting: deque[Asked] = deque()
         self._under_way: deque[Flight[Slot]] = deque()
         self.taken = 0
         """Pieces that were read so far."""
@@ -77,12 +87,11 @@ class Pulls(ABC, Generic[Slot]):
     def idle(self) -> bool:
         return not self._waiting and not self._under_way
 
-    def add(self, header: Header, placed: Placed) -> None:
-        """Raises ProtocolViolation for what can't be read into a slot, or not be checked."""
-        self._check(placed)
-        if self._size(header) > self._slots.size:
-            raise ProtocolViolation(f"{header.layers} layers placed at once: no slot holds them")
-        self._waiting.append((header, placed))
+    def add(self, asked: Asked) -> None:
+        """Raises ProtocolViolation for what can't be read into a slot."""
+        if asked.row.size > self._slots.size:
+            raise ProtocolViolation(f"{asked.row.size} bytes placed at once: no slot holds them")
+        self._waiting.append(asked)
 
     def step(self) -> bool:
         """Takes the oldest where it is there, else begins the next: on one host a piece lands
@@ -126,10 +135,6 @@ class Pulls(ABC, Generic[Slot]):
         self._slots.give(slot)
 
     @abstractmethod
-    def _check(self, placed: Placed) -> None:
-        """Raises ProtocolViolation for a piece of the other kind of memory."""
-
-    @abstractmethod
     def _take(self, flight: Flight[Slot]) -> None:
         """The oldest has landed."""
 
@@ -146,7 +151,7 @@ class Pulls(ABC, Generic[Slot]):
         if slot is None:
             return False
         asked = [self._waiting.popleft() for _ in range(count)]
-        rows = [Row(placed.address, self._size(head), placed.device) for head, placed in asked]
+        rows = [each.row for each in asked]
         try:
             into = self._cut(slot, sum(row.size for row in rows))
             pull = self._reach.pull(self._link.card, rows, into)
@@ -160,9 +165,6 @@ class Pulls(ABC, Generic[Slot]):
         self._link.payload_at = self._link.clock()
         self._link.payload_bytes += size
 
-    def _size(self, header: Header) -> int:
-        return header.layers * self._link.geometry.layer_bytes
-
 
 class HostPulls(Pulls[memoryview]):
     """Args:
@@ -174,14 +176,10 @@ class HostPulls(Pulls[memoryview]):
         reach: Reach,
         slots: Slots[memoryview],
         link: Link,
-        place: Callable[[Header, memoryview], None],
+        place: Callable[[Part, memoryview], None],
     ) -> None:
         super().__init__(reach, slots, link)
         self._place = place
-
-    def _check(self, placed: Placed) -> None:
-        if placed.xxh3 is None:
-            raise ProtocolViolation("a piece was placed unhashed")
 
     def _next(self) -> int:
         return 1 if self._waiting else 0
@@ -190,13 +188,12 @@ class HostPulls(Pulls[memoryview]):
         return slot[:size]
 
     def _take(self, flight: Flight[memoryview]) -> None:
-        ((header, placed),) = flight.asked
-        size = self._size(header)
-        piece = flight.slot[:size]
-        if xxh3_64_intdigest(piece) != placed.xxh3:
-            raise NotAsPlaced(f"page {header.page} of room {header.room} is not what was placed")
-        self._landed(size)
-        self._place(header, piece)
+        (asked,) = flight.asked
+        piece = flight.slot[: asked.row.size]
+        if xxh3_64_intdigest(piece) != asked.xxh3:
+            raise NotAsPlaced(f"page {asked.part.page} is not what was placed")
+        self._landed(asked.row.size)
+        self._place(asked.part, piece)
         self._under_way.popleft()
         self._free_by(0.0, flight.is_over, flight.slot)
         self.taken += 1
@@ -242,14 +239,10 @@ class DevicePulls(Pulls[Run]):
         while self._placing:
             self._free_by(until, *self._placing.popleft())
 
-    def _check(self, placed: Placed) -> None:
-        if placed.xxh3 is not None:
-            raise ProtocolViolation("a piece was placed hashed, where a device's memory is read")
-
     def _next(self) -> int:
         size = 0
-        for count, (header, _) in enumerate(self._waiting):
-            size += self._size(header)
+        for count, asked in enumerate(self._waiting):
+            size += asked.row.size
             if size > self._slots.size:
                 return count
         return len(self._waiting)
@@ -259,11 +252,10 @@ class DevicePulls(Pulls[Run]):
 
     def _take(self, flight: Flight[Run]) -> None:
         pieces, at = [], 0
-        for header, _ in flight.asked:
-            size = self._size(header)
-            run = flight.slot.part(at, size)
-            pieces.append(Piece(header.page, header.first_layer, header.layers, run))
-            at += size
+        for asked in flight.asked:
+            part, run = asked.part, flight.slot.part(at, asked.row.size)
+            pieces.append(Piece(part.page, part.first_layer, part.layers, run))
+            at += run.size
         self._landed(at)
         placed = self._place(pieces)
         self._under_way.popleft()

@@ -21,9 +21,10 @@ from pdctl.handoff import wire
 from pdctl.handoff.assembly import Assembly
 from pdctl.handoff.link import Link
 from pdctl.handoff.page import PATTERN
-from pdctl.handoff.pulls import DevicePulls, HostPulls, NotAsPlaced
+from pdctl.handoff.pulls import Asked, DevicePulls, HostPulls, NotAsPlaced
 from pdctl.handoff.sink import DeviceSink, PageSink, Piece, Want
 from pdctl.handoff.state import Event
+from pdctl.handoff.transport.reach import Row
 
 if TYPE_CHECKING:
     from pdctl.handoff.inbound import Inbound
@@ -134,9 +135,12 @@ class Reading:
             self._aborted(message)
         elif isinstance(message, wire.Offer):
             self._offered(link, message)
-        elif isinstance(message, wire.Placed) and self._pulls is not None:
+        elif isinstance(message, wire.Placed) and isinstance(self._pulls, HostPulls):
             self._expect(header)
-            self._pulls.add(header, message)
+            row = Row(message.address, header.layers * link.geometry.layer_bytes, message.device)
+            self._pulls.add(Asked(header, row, message.xxh3))
+        elif isinstance(message, wire.Spread) and isinstance(self._pulls, DevicePulls):
+            self._spread(link, message, self._pulls)
         elif isinstance(message, wire.End):
             self._landed(message)
             return True
@@ -204,12 +208,19 @@ class Reading:
         self._expect(header)
         self.place(link, header, link.read_piece(header))
 
-    def _expect(self, header: wire.Header) -> None:
+    def _spread(self, link: Link, spread: wire.Spread, pulls: DevicePulls) -> None:
+        for spot in spread.spots:
+            wire.check_layers(spot.first_layer, spot.layers, link.geometry)
+            self._expect(spot)
+            size = spot.layers * link.geometry.layer_bytes
+            pulls.add(Asked(spot, Row(spot.address, size, spread.device)))
+
+    def _expect(self, part: wire.Part) -> None:
         self._inbound.on(Event.PAGES)
         assert self._assembly is not None
-        self._assembly.take(header)
+        self._assembly.take(part)
 
-    def place(self, link: Link, header: wire.Header, raw: memoryview) -> None:
+    def place(self, link: Link, header: wire.Part, raw: memoryview) -> None:
         """Hands a piece to the engine."""
         self._inbound.received_bytes += raw.nbytes
         shape = (header.layers, *link.geometry.shape[1:])

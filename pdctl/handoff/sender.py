@@ -17,8 +17,9 @@ from pdctl.handoff.ending import Common, ReplicaEnd
 from pdctl.handoff.identity import Identity, Leg, Tokens
 from pdctl.handoff.lease import Deadline
 from pdctl.handoff.link import Link
-from pdctl.handoff.outbound import Outbound, Prompt
+from pdctl.handoff.outbound import Outbound
 from pdctl.handoff.page import PageGeometry
+from pdctl.handoff.prompt import Prompt
 from pdctl.handoff.pulse import Pulse, guarded
 from pdctl.handoff.rooms import Rooms
 from pdctl.handoff.serving import Serving, Terms

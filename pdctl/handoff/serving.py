@@ -6,7 +6,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -24,7 +24,8 @@ from pdctl.handoff.handshake import challenge
 from pdctl.handoff.identity import Identity
 from pdctl.handoff.lease import DEAD_S, Verdict
 from pdctl.handoff.link import Link
-from pdctl.handoff.outbound import Outbound, Over
+from pdctl.handoff.outbound import Outbound
+from pdctl.handoff.prompt import Over
 from pdctl.handoff.rooms import Rooms
 from pdctl.handoff.schedule import PagePart
 from pdctl.handoff.ticket import verify
@@ -291,12 +292,24 @@ class Serving:
             self.unblock()
 
     def _send_part(self, outbound: Outbound, part: PagePart) -> None:
+        if outbound.on_device:
+            self._spread(outbound, [part, *outbound.more_parts(wire.MAX_SPREAD - 1)])
+            return
         piece = outbound.part_bytes(part)
-        if self.reads or isinstance(piece, Run):
-            self._link.send_placed(outbound.room, part.page, part.first_layer, piece)
-        else:
-            self._link.send_piece(outbound.room, part.page, part.first_layer, piece)
-        outbound.sent_bytes += part.layers * self._link.geometry.layer_bytes
+        assert isinstance(piece, memoryview)
+        send = self._link.send_placed if self.reads else self._link.send_piece
+        send(outbound.room, part.page, part.first_layer, piece)
+        outbound.sent_bytes += piece.nbytes
+
+    def _spread(self, outbound: Outbound, parts: Sequence[PagePart]) -> None:
+        """Says where these lie."""
+        runs = [run for part in parts if isinstance(run := outbound.part_bytes(part), Run)]
+        spots = tuple(
+            wire.Spot(part.page, part.first_layer, part.layers, run.address)
+            for part, run in zip(parts, runs, strict=True)
+        )
+        self._link.send_spread(outbound.room, runs[0].memory.index, spots)
+        outbound.sent_bytes += sum(run.size for run in runs)
 
 
 def _abort(error: HandoffError) -> wire.Abort:

@@ -16,7 +16,7 @@ from handoff.peers import hear, proved_link
 from handoff.reaches import READS, Read
 from handoff.test_pulls import IDS, TOKENS, PlacingSender
 
-from pdctl.errors import HandoffError, ProtocolViolation
+from pdctl.errors import HandoffError, PeerLost, ProtocolViolation
 from pdctl.handoff import budgets, slots, wire
 from pdctl.handoff import pulls as pulls_module
 from pdctl.handoff.arena import device_arena
@@ -290,7 +290,68 @@ def test_a_receiver_that_wants_pages_as_they_cannot_go_is_refused(decode: str, r
         assert f"the pages for {decode} can't be" in message.detail
 
 
-def test_a_piece_with_a_hash_is_none_of_a_devices() -> None:
+def spread(fake: PlacingSender, room: int, *pages: int, **changes: int) -> None:
+    spots = []
+    for page in pages:
+        fields = {"page": page, "first_layer": 0, "layers": 2}
+        fields["address"] = fake.placed(min(page, 2)).address
+        spots.append(wire.Spot(**{**fields, **changes}))
+    fake.link.send_spread(room, 0, tuple(spots))
+
+
+@pytest.mark.parametrize(
+    ("pages", "changes"),
+    [
+        ((0, 0), {}),
+        ((1,), {}),
+        ((0, 1, 2, 3), {}),
+        ((0,), {"first_layer": 1}),
+        ((0,), {"layers": 3}),
+        ((0,), {"layers": 0}),
+        ((0,), {"address": 8}),
+        ((0,), {"address": (1 << 64) - 1}),
+    ],
+)
+def test_a_sender_that_spreads_what_cannot_be_commits_nothing(
+    pages: tuple[int, ...], changes: dict[str, int]
+) -> None:
+    """R28: duplicate, reordered, excess, no such layers, unreadable; the next handoff is whole."""
+    transport = Read()
+    with on_device(transport) as ends:
+        fake, sink = PlacingSender(transport), DeviceSink(SMALL, spare=0)
+        inbound = ends.receiver.fetch(ends.leg(sender=f"127.0.0.1:{fake.port}"), IDS, sink)
+        _, room = fake.serve()
+        spread(fake, room, *pages, **changes)
+        assert inbound.settled.wait(WAIT_S)
+        fake.close()
+        assert isinstance(inbound.error, ProtocolViolation | PeerLost)
+        assert not sink.committed
+        check_whole(ends, DeviceSink(SMALL), TOKENS)
+
+
+def test_many_pieces_are_told_of_in_one_frame() -> None:
+    """Up to 128 that can be read by then."""
+    with on_device(Read()) as ends:
+        leg, prefill = ends.leg(), Prefill()
+        tokens = 64 * 300
+        outbound = ends.admit(leg, list(range(tokens)), prefill)
+        place(outbound, kv(tokens), tokens, tokens)
+        with proved_link(ends.transport, ends.port) as link:
+            hello = wire.Hello(decode="d0", ticket=leg.ticket, reads=True)
+            link.send(hello, leg.room, fingerprint=DIGEST)
+            assert isinstance(hear(link), wire.Offer)
+            grant = wire.Grant(tokens=tokens, held_tokens=0, first_token=False)
+            link.send(grant, leg.room)
+            frames = [hear(link) for _ in range(3)]
+            assert [len(each.spots) for each in frames] == [128, 128, 44]
+            assert [spot.page for each in frames for spot in each.spots] == list(range(300))
+            link.send(wire.Taken(pieces=300), leg.room)
+            assert hear(link) == wire.End(pages=300, first_token=None)
+            link.send(wire.Done(), leg.room)
+            assert outbound.settled.wait(WAIT_S)
+
+
+def test_a_single_piece_with_a_hash_is_none_of_a_devices() -> None:
     """The two kinds of memory are not mixed up by a sender's word."""
     transport = Read()
     with on_device(transport) as ends:
@@ -312,8 +373,7 @@ def test_an_end_before_the_last_piece_was_read_commits_nothing() -> None:
         fake, sink = PlacingSender(transport), DeviceSink(SMALL, spare=0)
         inbound = ends.receiver.fetch(ends.leg(sender=f"127.0.0.1:{fake.port}"), IDS, sink)
         link, room = fake.serve()
-        for page in (0, 1, 2):
-            fake.say(room, fake.placed(page, xxh3=None), page)
+        spread(fake, room, 0, 1, 2)
         assert transport.shared.begun.wait(WAIT_S)
         link.send(wire.End(pages=3, first_token=None), room)
         transport.shared.proceed.set()

@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable
 
 WAIT_S = 60.0
+ONE_AT_A_TIME = threading.RLock()
+"""Triton's interpreter puts functions of its own in place of Triton's while it runs a kernel."""
 
 
 class Inline:
@@ -15,7 +17,8 @@ class Inline:
         return self.run(work)
 
     def run(self, work: Callable[[], None]) -> Inline:
-        work()
+        with ONE_AT_A_TIME:
+            work()
         return self
 
     def synchronize(self) -> None:
@@ -43,7 +46,6 @@ class Late:
         """How often work was put behind the model's."""
         self.go = threading.Event()
         self.go.set()
-        self.lock = threading.RLock()
 
     def after_model(self, work: Callable[[], None]) -> LateMark:
         return self.run(work)
@@ -65,7 +67,7 @@ class LateMark:
 
     def synchronize(self) -> None:
         assert self._side.go.wait(WAIT_S)
-        with self._side.lock:
+        with ONE_AT_A_TIME:
             while self._work in self._side.waiting:
                 self._side.waiting.pop(0)()
 

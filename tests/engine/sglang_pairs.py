@@ -61,8 +61,9 @@ def check_text(fleet: Fleet, name: str, tokens: int, path: str, agreement: Agree
     wanted = count - serves_alone
     after = pair.decode.counters()
     assert after.imported_tokens - before.imported_tokens == wanted
-    pages = -(-wanted // PAGE_TOKENS)
-    assert after.host_bytes - before.host_bytes == pages * pair.decode.contract.page_bytes
+    size = -(-wanted // PAGE_TOKENS) * pair.decode.contract.page_bytes
+    moved = (after.gpu_bytes - before.gpu_bytes, after.host_bytes - before.host_bytes)
+    assert moved == ((size, 0) if pair.decode.agent.assignment.device_pages else (0, size))
     assert whole["usage"]["prompt_tokens_details"]["cached_tokens"] == wanted
     events = pair.events(path, {**body, "cache_salt": f"{name} {tokens} streamed"})
     assert "".join(map(text_of, events)) == text_of(whole)

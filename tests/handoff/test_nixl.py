@@ -35,12 +35,14 @@ GEOMETRY = PageGeometry(8, 2, 64)
 LONG = 5000
 """Tokens: 10 MiB in 79 pages, each read in one piece of 256 KiB."""
 
+SENDER = Path(__file__).with_name("nixl_sender.py")
+
 _room = itertools.count(1)
 
 
 class SenderProcess:
-    def __init__(self, *tokens: int) -> None:
-        argv = [sys.executable, str(Path(__file__).with_name("nixl_sender.py")), *map(str, tokens)]
+    def __init__(self, *arguments: object, script: Path = SENDER) -> None:
+        argv = [sys.executable, str(script), *map(str, arguments)]
         self.process = subprocess.Popen(
             argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )

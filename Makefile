@@ -35,7 +35,7 @@ NIXL_TESTS := $(patsubst %,tests/handoff/test_%.py,nixl sessions cancellations)
 PIP_INSTALL := $(PIP) install --no-compile
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test cases environments test-engines test-mlx test-far test-soak test-soak-engines test-nixl test-pinned test-newest venv-vllm test-vllm venv-sglang test-sglang venv-guidellm check format bench bench-clients fidelity clean help
+.PHONY: demo test cases environments test-engines test-mlx test-far test-soak test-soak-engines test-nixl test-pinned test-newest venv-vllm test-vllm venv-sglang test-sglang test-sglang-steps venv-guidellm check format bench bench-clients fidelity clean help
 
 help:  ## what each target does
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /	/' | expand -t 16
@@ -112,12 +112,15 @@ test-vllm: $(STAMP) $(VLLM_STAMP) $(GUIDELLM_STAMP)  ## of those, vLLM's, alone 
 	$(BIN)/pdctl demo-model
 	$(PYTEST) -m "engine and not slow" $(filter tests/e2e/%,$(VLLM_TESTS))
 	$(PYTEST) -m "engine and not slow" $(filter-out tests/e2e/%,$(VLLM_TESTS))
-	$(VLLM)/bin/python -m pytest tests/engines/vllm/test_cuda_*.py
+	$(VLLM)/bin/python -m pytest tests/engines/cuda tests/engines/vllm/test_cuda_*.py
 	$(VLLM)/bin/python -m pytest -k "nixl and not very_long" $(NIXL_TESTS)
 
 test-sglang: $(STAMP) $(VLLM_STAMP) $(SGLANG_STAMP)  ## of those, SGLang's, alone and with the others
 	$(PYTEST) -m "engine and not slow" $(SGLANG_TESTS)
 	$(SGLANG)/bin/python -m pytest tests/engines/sglang
+
+test-sglang-steps: $(STAMP) $(SGLANG_STAMP)  ## SGLang's real scheduler around the copies of a GPU, in Triton's interpreter
+	$(PYTEST) -m "engine and slow" tests/engine/test_sglang_steps.py
 
 test-far: $(STAMP)  ## hosts over SSH: real sshds on loopback; skips where there is no sshd
 	$(PYTEST) $(TWO_AT_ONCE) -m "ssh and not slow"

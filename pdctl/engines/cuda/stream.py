@@ -44,6 +44,9 @@ class SideStream:
     ) -> None:
         self._side = torch.cuda.Stream(device)
         self._streams = streams
+        while self._side in streams():
+            # torch gives out the same few in turn
+            self._side = torch.cuda.Stream(device)
 
     def after_model(self, work: Callable[[], None]) -> Mark:
         """Does `work` once everything that the model has enqueued so far is done."""

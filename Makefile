@@ -19,6 +19,7 @@ SGLANG_NEWEST_STAMP := $(SGLANG_NEWEST)/.stamp
 GUIDELLM := .venv-guidellm
 GUIDELLM_STAMP := $(GUIDELLM)/.stamp
 GUIDELLM_VERSION ?= 0.8.1
+GPU_PYTHON ?= python3
 ENVIRONMENTS := $(PINNED_STAMP) $(VLLM_STAMP) $(SGLANG_STAMP) $(GUIDELLM_STAMP) $(VLLM_NEWEST_STAMP) $(SGLANG_NEWEST_STAMP)
 PIP := -m pip --disable-pip-version-check --quiet
 PYTEST := $(BIN)/python -m pytest --durations=10 --durations-min=1
@@ -35,7 +36,7 @@ NIXL_TESTS := $(patsubst %,tests/handoff/test_%.py,nixl sessions cancellations)
 PIP_INSTALL := $(PIP) install --no-compile
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test cases environments test-engines test-mlx test-far test-soak test-soak-engines test-nixl test-pinned test-newest venv-vllm test-vllm venv-sglang test-sglang test-sglang-steps venv-guidellm check format bench bench-clients fidelity clean help
+.PHONY: demo test cases environments test-engines test-mlx test-far test-soak test-soak-engines test-nixl test-gpu test-pinned test-newest venv-vllm test-vllm venv-sglang test-sglang test-sglang-steps venv-guidellm check format bench bench-clients fidelity clean help
 
 help:  ## what each target does
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /	/' | expand -t 16
@@ -112,7 +113,7 @@ test-vllm: $(STAMP) $(VLLM_STAMP) $(GUIDELLM_STAMP)  ## of those, vLLM's, alone 
 	$(BIN)/pdctl demo-model
 	$(PYTEST) -m "engine and not slow" $(filter tests/e2e/%,$(VLLM_TESTS))
 	$(PYTEST) -m "engine and not slow" $(filter-out tests/e2e/%,$(VLLM_TESTS))
-	$(VLLM)/bin/python -m pytest tests/engines/cuda tests/engines/vllm/test_cuda_*.py
+	$(VLLM)/bin/python -m pytest -m "not slow and not gpu" tests/engines/cuda tests/engines/vllm/test_cuda_*.py
 	$(VLLM)/bin/python -m pytest -k "nixl and not very_long" $(NIXL_TESTS)
 
 test-sglang: $(STAMP) $(VLLM_STAMP) $(SGLANG_STAMP)  ## of those, SGLang's, alone and with the others
@@ -136,7 +137,11 @@ test-soak-engines: $(STAMP) $(VLLM_STAMP) $(SGLANG_STAMP)  ## two minutes of 16 
 	PDCTL_TEST_THREE_S=120 PDCTL_TEST_THREE_KILLED=sp $(PYTEST) -m engine -s tests/e2e/test_sglang_soak.py
 
 test-nixl: $(STAMP) $(VLLM_STAMP) $(SGLANG_STAMP)  ## whole pairs over NIXL, pdctl's handoff and the engines' own
-	$(PYTEST) -m engine tests/engine/test_sglang_vllm_nixl.py tests/e2e/test_sglang_nixl.py tests/e2e/test_*_native.py
+	$(VLLM)/bin/python -m pytest -m "slow and not gpu" tests/engines/vllm/test_cuda_nixl.py
+	$(PYTEST) -m engine tests/engine/test_sglang_vllm_nixl.py tests/e2e/test_sglang_nixl.py tests/e2e/test_vllm_device.py tests/e2e/test_*_native.py
+
+test-gpu:  ## the copies and NIXL on this machine's GPUs; GPU_PYTHON has vLLM for CUDA, nixl and pytest
+	$(GPU_PYTHON) -m pytest -m "not slow" tests/engines/cuda tests/engines/vllm/test_cuda_*.py tests/engines/sglang/test_cuda_*.py
 
 test-pinned: $(STAMP) $(PINNED_STAMP)  ## MLX's suites on the oldest supported mlx-lm
 	PDCTL_TEST_MLX_PYTHON=$(CURDIR)/$(PINNED)/bin/python $(PYTEST) $(TWO_AT_ONCE) -m engine -k "not float16" tests/engine/test_mlx_*.py

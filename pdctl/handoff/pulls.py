@@ -219,7 +219,6 @@ class DevicePulls(Pulls[Run]):
         super().__init__(reach, slots, link)
         slots.bind()
         self._place = place
-        self._placing: deque[tuple[Callable[[], bool], Run]] = deque()
 
     def wait_while(self, condition: Callable[[], bool]) -> None:
         """Where the stream says more already, and a slot would not be full, that is heard first:
@@ -227,17 +226,6 @@ class DevicePulls(Pulls[Run]):
         if self._under_way and self._next() == len(self._waiting) and not condition():
             return
         super().wait_while(condition)
-
-    def step(self) -> bool:
-        while self._placing and self._placing[0][0]():
-            self._slots.give(self._placing.popleft()[1])
-        return super().step()
-
-    def drain(self) -> None:
-        super().drain()
-        until = time.monotonic() + DRAIN_S
-        while self._placing:
-            self._free_by(until, *self._placing.popleft())
 
     def _next(self) -> int:
         size = 0
@@ -259,8 +247,7 @@ class DevicePulls(Pulls[Run]):
         self._landed(at)
         placed = self._place(pieces)
         self._under_way.popleft()
-        if flight.pull.release():
-            self._placing.append((placed, flight.slot))
-        else:
-            self._slots.give_later(lambda: placed() and flight.is_over(), flight.slot)
+        over = placed if flight.pull.release() else lambda: placed() and flight.is_over()
+        # not kept here: this thread may wait for the sender long after they are placed
+        self._slots.give_later(over, flight.slot)
         self.taken += len(pieces)

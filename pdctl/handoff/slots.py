@@ -42,6 +42,8 @@ class Slots(Generic[Slot]):
         return len(self._free)
 
     def take(self) -> Slot | None:
+        if not self._free:
+            self.look_again()
         with self._lock:
             return self._free.pop() if self._free else None
 
@@ -50,8 +52,8 @@ class Slots(Generic[Slot]):
             self._free.append(slot)
 
     def give_later(self, over: Callable[[], bool], slot: Slot) -> None:
-        """Somebody still writes it or reads it: it comes back when `look_again` finds that `over`
-        says so, which never raises."""
+        """Somebody still writes it or reads it: it comes back once `over` says so, which is asked
+        on any thread, where a slot is missing and by `look_again`, and never raises."""
         with self._lock:
             self._late.append((over, slot))
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from handoff.ends import WAIT_S, Ends
+from handoff.reaches import Read
 
 from pdctl.engines.interface import Leg
 from pdctl.handoff.page import PageGeometry
@@ -22,13 +23,14 @@ with warnings.catch_warnings():
     pytest.importorskip("sglang")
     from sglang.srt.disaggregation.utils import MetadataBuffers
 
+    from pdctl.engines.device import TorchDevice
     from pdctl.engines.sglang.exchange import Exchange
     from pdctl.engines.sglang.pool import SlotPool
     from pdctl.engines.sglang.receiving import DecodeLeg
     from pdctl.engines.sglang.sending import PrefillLeg
 
 from engines.cuda_sides import Late  # noqa: E402
-from engines.sglang.cuda_pools import DEVICE, row, slots_of  # noqa: E402
+from engines.sglang.cuda_pools import DEVICE, ON_GPU, row, slots_of  # noqa: E402
 
 LAYERS, HEADS, DIM, BLOCKS, TOKEN = 2, 2, 8, 8, 41
 GEOMETRY = PageGeometry(layers=LAYERS, kv_heads=HEADS, head_dim=DIM)
@@ -77,8 +79,16 @@ class Side:
 
 
 class Pair:
-    def __init__(self, *, cuda: bool) -> None:
-        self.ends = Ends(TcpTransport(), GEOMETRY)
+    """Args:
+    device: pages and pieces lie in the device's memory, and are read from there.
+    """
+
+    def __init__(self, *, cuda: bool, device: bool) -> None:
+        if device and cuda and ON_GPU:
+            pytest.skip("what reads the memory here is this process, of the host's")
+        transport = Read() if device else TcpTransport()
+        maker = TorchDevice(torch.device("cpu")) if device else None
+        self.ends = Ends(transport, GEOMETRY, device=maker, budget_bytes=1 << 20)
         self.p, self.d = (Side(self.ends, seed, cuda=cuda) for seed in (1, 2))
 
     def leg(self) -> Leg:

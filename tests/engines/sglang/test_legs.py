@@ -22,9 +22,9 @@ from pdctl.engines.sglang.pool import SlotPool  # noqa: E402
 from pdctl.engines.sglang.sending import PrefillLeg  # noqa: E402
 
 
-@pytest.fixture(params=["cpu", "cuda"])
+@pytest.fixture(params=["cpu", "cuda", "cpu device"])
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    made = Pair(cuda=request.param == "cuda")
+    made = Pair(cuda=request.param == "cuda", device=request.param == "cpu device")
     yield made
     made.close()
 
@@ -87,6 +87,11 @@ class Held:
         self.begun.set()
         assert self.go.wait(WAIT_S)
         self.pool.write(*arguments)
+
+    def write_from(self, *arguments: Any) -> Any:
+        self.begun.set()
+        assert self.go.wait(WAIT_S)
+        return self.pool.write_from(*arguments)
 
     def fence(self) -> None:
         return

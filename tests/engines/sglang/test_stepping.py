@@ -30,9 +30,10 @@ def _small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(reading, name, 1)
 
 
-@pytest.fixture
-def pair() -> Iterator[Pair]:
-    made = Pair(cuda=True)
+@pytest.fixture(params=["host", "device"])
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    """R56: pages in page-locked memory, and in the device's own."""
+    made = Pair(cuda=True, device=request.param == "device")
     yield made
     for side in (made.p, made.d):
         side.side.go.set()

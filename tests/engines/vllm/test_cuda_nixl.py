@@ -112,6 +112,7 @@ def check_whole(receiver: Receiver, sender: SenderProcess, tokens: int) -> None:
     np.testing.assert_array_equal(sink.pages, kv(tokens, GEOMETRY))
     assert sender.outcome() == "done"
     assert receiver._device_slots is not None
+    receiver._device_slots.look_again()
     assert receiver._device_slots.free == DEVICE_SLOTS
 
 

@@ -22,7 +22,7 @@ from pdctl.errors import HandoffError, PeerLost
 from pdctl.handoff.counters import CounterBoard
 from pdctl.handoff.identity import Identity
 from pdctl.handoff.page import PageGeometry
-from pdctl.handoff.receiver import Inbound, Receiver
+from pdctl.handoff.receiver import Inbound, PageSink, Receiver
 from pdctl.handoff.slots import SLOTS
 from pdctl.handoff.ticket import mint
 from pdctl.handoff.transport.nixl import NixlReach, installed
@@ -95,7 +95,7 @@ def receiver(reach: NixlReach) -> Iterator[Receiver]:
     made.close()
 
 
-def fetched(receiver: Receiver, sender: SenderProcess, tokens: int, sink: Sink) -> Inbound:
+def fetched(receiver: Receiver, sender: SenderProcess, tokens: int, sink: PageSink) -> Inbound:
     leg = sender.leg()
     sender.admit(leg)
     return receiver.fetch(leg, list(range(tokens)), sink)
@@ -103,13 +103,17 @@ def fetched(receiver: Receiver, sender: SenderProcess, tokens: int, sink: Sink) 
 
 def check_whole(receiver: Receiver, sender: SenderProcess, tokens: int) -> None:
     sink = Sink(GEOMETRY, spare=0, first_token=True)
+    check_received(receiver, sender, tokens, sink)
+    assert sink.first_token == 7
+    assert receiver._slots.free == SLOTS
+
+
+def check_received(receiver: Receiver, sender: SenderProcess, tokens: int, sink: PageSink) -> None:
     inbound = fetched(receiver, sender, tokens, sink)
     assert inbound.settled.wait(WAIT_S)
     assert inbound.error is None
-    assert sink.first_token == 7
     np.testing.assert_array_equal(sink.pages, kv(tokens, GEOMETRY))
     assert sender.outcome() == "done"
-    assert receiver._slots.free == SLOTS
 
 
 def test_pages_of_another_process_land_bit_by_bit(receiver: Receiver) -> None:

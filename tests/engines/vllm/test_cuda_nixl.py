@@ -12,20 +12,18 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 torch: Any = pytest.importorskip("torch")
 
 from engines.device_ends import opening  # noqa: E402
-from handoff.ends import WAIT_S, kv  # noqa: E402
-from handoff.test_nixl import GEOMETRY, LONG, SenderProcess  # noqa: E402
+from handoff.ends import WAIT_S  # noqa: E402
+from handoff.test_nixl import GEOMETRY, LONG, SenderProcess, check_received, fetched  # noqa: E402
 
 from pdctl.engines.device import TorchDevice, tensor_of  # noqa: E402
 from pdctl.errors import HandoffError, PeerLost  # noqa: E402
 from pdctl.handoff.counters import CounterBoard  # noqa: E402
 from pdctl.handoff.device import MemoryKind  # noqa: E402
-from pdctl.handoff.inbound import Inbound  # noqa: E402
 from pdctl.handoff.opening import open_receiver  # noqa: E402
 from pdctl.handoff.page import PATTERN  # noqa: E402
 from pdctl.handoff.receiver import Receiver  # noqa: E402
@@ -97,23 +95,14 @@ def receiver(devices: tuple[str, str]) -> Iterator[Receiver]:
     made.close()
 
 
-def fetched(receiver: Receiver, sender: SenderProcess, tokens: int, sink: Collecting) -> Inbound:
-    leg = sender.leg()
-    sender.admit(leg)
-    return receiver.fetch(leg, list(range(tokens)), sink)
-
-
 def check_whole(receiver: Receiver, sender: SenderProcess, tokens: int) -> None:
     sink = Collecting()
-    inbound = fetched(receiver, sender, tokens, sink)
-    assert inbound.settled.wait(WAIT_S)
-    assert inbound.error is None
+    check_received(receiver, sender, tokens, sink)
     assert sink.committed
-    np.testing.assert_array_equal(sink.pages, kv(tokens, GEOMETRY))
-    assert sender.outcome() == "done"
-    assert receiver._device_slots is not None
-    receiver._device_slots.look_again()
-    assert receiver._device_slots.free == DEVICE_SLOTS
+    slots = receiver._device_slots
+    assert slots is not None
+    slots.look_again()
+    assert slots.free == DEVICE_SLOTS
 
 
 def test_pages_of_another_process_land_bit_by_bit(

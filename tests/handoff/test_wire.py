@@ -20,7 +20,6 @@ digests = st.binary(min_size=32, max_size=32)
 addresses = st.integers(0, (1 << 62) - 1)
 spots = st.builds(wire.Spot, counts, counts, counts, addresses)
 messages = st.one_of(
-    st.builds(wire.Placed, address=addresses, device=counts, xxh3=addresses),
     st.builds(
         wire.Spread,
         device=counts,

@@ -10,6 +10,7 @@ In the scheduler's thread, as all of SGLang's forward is.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,8 @@ from pdctl.engines.sglang.sending import PrefillLeg
 
 if TYPE_CHECKING:
     from pdctl.engines.sglang.cuda import CudaSlots, Span
+
+log = logging.getLogger("pdctl.engines.sglang")
 
 
 class Stepping:
@@ -76,6 +79,12 @@ def _spans(batch: Any) -> Iterator[tuple[Taker[Span], Span]]:
         leg = req.disagg_kv_sender
         if not isinstance(leg, PrefillLeg):
             continue
-        span = leg.span(req.kv.req_pool_idx, held + length)
+        try:
+            span = leg.span(req.kv.req_pool_idx, held + length)
+        # one request's handoff must not be the scheduler's end, which all share (R34)
+        except Exception as error:
+            log.exception("a prompt does not leave its step")
+            leg.broke(error)
+            continue
         if span is not None:
             yield leg, span

@@ -12,7 +12,7 @@ import pytest
 torch: Any = pytest.importorskip("torch")
 pytest.importorskip("sglang")
 
-from engines.sglang.pairs import TOKEN, Pair, eventually  # noqa: E402
+from engines.sglang.pairs import TOKEN, Pair, eventually, until  # noqa: E402
 from handoff.ends import WAIT_S  # noqa: E402
 from sglang.srt.disaggregation.base.conn import KVPoll  # noqa: E402
 
@@ -132,6 +132,7 @@ def test_decode_says_failed_only_when_nothing_is_written_any_more(pair: Pair) ->
     sending.send([0, 1])
     assert held.begun.wait(WAIT_S)
     receiving.abort()
+    until(lambda: receiving._inbound.error is not None)
     assert receiving.poll() == KVPoll.Transferring
     held.go.set()
     eventually(receiving, KVPoll.Failed)

@@ -214,6 +214,18 @@ def test_a_copy_that_fails_ends_its_own_handoff_alone(
     eventually(receiving, KVPoll.Success)
 
 
+def test_a_prompt_that_can_not_leave_ends_alone(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R34: SGLang's step goes on."""
+    sending, receiving = ready(pair, 64)
+    with monkeypatch.context() as broken:
+        broken.setattr(sending._outbound, "pages", lambda: 1 / 0)
+        run(Stepping(pair.p.pool), batch_of(sending, 0, 64))
+    eventually(sending, KVPoll.Failed)
+    eventually(receiving, KVPoll.Failed)
+
+
 def test_the_room_is_named_after_the_last_copy(pair: Pair) -> None:
     """R31: SGLang runs the request once its row names the room: all of it stands in its slots."""
     pair.d.side.go.clear()
@@ -237,6 +249,7 @@ def test_decode_says_failed_only_when_no_copy_is_under_way(pair: Pair) -> None:
     sending.send(SOURCE)
     until(lambda: len(pair.d.side.waiting) > 0)
     receiving.abort()
+    until(lambda: receiving._inbound.error is not None)
     assert receiving.poll() == KVPoll.Transferring
     pair.d.side.go.set()
     eventually(receiving, KVPoll.Failed)

@@ -16,10 +16,11 @@ SGLANG_STAMP := $(SGLANG)/.stamp
 SGLANG_PYTHON ?= python3.11
 SGLANG_NEWEST := .venv-sglang-newest
 SGLANG_NEWEST_STAMP := $(SGLANG_NEWEST)/.stamp
+VLLM_GPU_PYTHON ?= python3
+SGLANG_GPU_PYTHON ?= python3
 GUIDELLM := .venv-guidellm
 GUIDELLM_STAMP := $(GUIDELLM)/.stamp
 GUIDELLM_VERSION ?= 0.8.1
-GPU_PYTHON ?= python3
 ENVIRONMENTS := $(PINNED_STAMP) $(VLLM_STAMP) $(SGLANG_STAMP) $(GUIDELLM_STAMP) $(VLLM_NEWEST_STAMP) $(SGLANG_NEWEST_STAMP)
 PIP := -m pip --disable-pip-version-check --quiet
 PYTEST := $(BIN)/python -m pytest --durations=10 --durations-min=1
@@ -140,8 +141,9 @@ test-nixl: $(STAMP) $(VLLM_STAMP) $(SGLANG_STAMP)  ## whole pairs over NIXL, pdc
 	$(VLLM)/bin/python -m pytest -m "slow and not gpu" tests/engines/vllm/test_cuda_nixl.py
 	$(PYTEST) -m engine tests/engine/test_sglang_vllm_nixl.py tests/e2e/test_sglang_nixl.py tests/e2e/test_vllm_device.py tests/e2e/test_*_native.py
 
-test-gpu:  ## the copies and NIXL on this machine's GPUs; GPU_PYTHON has vLLM for CUDA, nixl and pytest
-	$(GPU_PYTHON) -m pytest -m "not slow" tests/engines/cuda tests/engines/vllm/test_cuda_*.py tests/engines/sglang/test_cuda_*.py
+test-gpu:  ## needs an NVIDIA GPU: copies, and pages over NIXL, in environments with the engines' CUDA builds and pytest
+	$(VLLM_GPU_PYTHON) -m pytest -m "not slow" tests/engines/cuda tests/engines/vllm/test_cuda_*.py
+	$(SGLANG_GPU_PYTHON) -m pytest tests/engines/sglang/test_cuda_*.py
 
 test-pinned: $(STAMP) $(PINNED_STAMP)  ## MLX's suites on the oldest supported mlx-lm
 	PDCTL_TEST_MLX_PYTHON=$(CURDIR)/$(PINNED)/bin/python $(PYTEST) $(TWO_AT_ONCE) -m engine -k "not float16" tests/engine/test_mlx_*.py

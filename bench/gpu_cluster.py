@@ -1,4 +1,4 @@
-"""A cluster of vLLM and MLX in both roles, launched as a user does."""
+"""Clusters under measurement, launched as a user does, and servers beside them."""
 
 from __future__ import annotations
 
@@ -6,89 +6,190 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from gpu_engines import Engines, free_port
+from gpu_engines import Server, Site, free_port
 
 from pdctl.runtime.bench.target import Target, running
 
 PDCTL = [sys.executable, "-c", "from pdctl.cli.app import main; main()"]
-PACED = "vq"
-PACED_BYTES_PER_S = 117_000_000
-"""A saturated gigabit link."""
-UP_S = 420
+UP_S = 420.0
+DOWN_S = 60.0
+BUFFER = {"cuda": "2GiB", "cpu": "256MiB"}
+ROLES = {"p": "prefill", "d": "decode", "o": "both"}
+LETTERS = {"v": "vllm", "s": "sglang", "m": "mlx"}
 
 
-def topology(name: str, engines: Engines, direct_port: int, *, paced: bool) -> str:
-    """Both engines in both roles; one more prefill replica, paced, where that is asked for."""
+@dataclass(frozen=True)
+class Member:
+    """A replica. Its name's first letter is the engine's, its second the role's: "vp", "md2"."""
+
+    name: str
+    env: Mapping[str, str] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    more: str = ""
+    """Lines of its table."""
+
+    @property
+    def engine(self) -> str:
+        return LETTERS[self.name[0]]
+
+    @property
+    def role(self) -> str:
+        return ROLES[self.name[1]]
+
+
+@dataclass(frozen=True)
+class System:
+    """A cluster to be launched."""
+
+    name: str
+    members: tuple[Member, ...]
+    transport: str = "tcp"
+    policy: str = "round_robin"
+    sharing: str | None = None
+    """Bytes of its page store, as a topology spells them."""
+    graphs: bool | None = None
+    """None: as the site has it."""
+
+
+def members(names: str) -> tuple[Member, ...]:
+    """ "vp vd" as two of them."""
+    return tuple(Member(name) for name in names.split())
+
+
+def topology(system: System, site: Site, bind: str) -> str:
+    if system.graphs is not None:
+        site = replace(site, graphs=system.graphs)
+    sharing = "" if system.sharing is None else f'[sharing]\nbuffer_bytes = "{system.sharing}"\n'
     head = f"""schema = 1
-name = "{name}"
+name = "{system.name}"
 [model]
-name = "{engines.model.name}"
+name = "{site.model.name}"
 dtype = "float16"
-context_length = {engines.context_length}
+context_length = {site.context_length}
 [handoff]
-buffer_bytes = "1GiB"
+transport = "{system.transport}"
+buffer_bytes = "{BUFFER[site.device]}"
 timeout_s = 120.0
-[router]
-bind = "127.0.0.1:{free_port()}"
+{sharing}[router]
+bind = "{bind}"
+policy = "{system.policy}"
 [hosts.local]
 """
-    pacing = {"PDCTL_PACING_BYTES_PER_S": str(PACED_BYTES_PER_S)}
-    replicas = [
-        _replica(engines, "vp", "vllm", "prefill", f"http_port = {direct_port}\n"),
-        _replica(engines, "vd", "vllm", "decode"),
-        _replica(engines, "mp", "mlx", "prefill"),
-        _replica(engines, "md", "mlx", "decode"),
-    ]
-    if paced:
-        replicas.append(_replica(engines, PACED, "vllm", "prefill", env=pacing))
-    return head + "".join(replicas)
+    return head + "".join(_replica(member, site) for member in system.members)
 
 
-def _replica(
-    engines: Engines,
-    name: str,
-    engine: str,
-    role: str,
-    more: str = "",
-    env: dict[str, str] | None = None,
-) -> str:
-    is_vllm = engine == "vllm"
-    python = engines.vllm_python if is_vllm else engines.mlx_python
-    own = engines.vllm_env if is_vllm else engines.mlx_env
-    options = engines.vllm_options if is_vllm else {}
+def _replica(member: Member, site: Site) -> str:
+    engine = member.engine
+    last = member.role == "decode" or member.name.endswith("2")
     return f"""[[replicas]]
-name = "{name}"
+name = "{member.name}"
 engine = "{engine}"
-role = "{role}"
-model = "{engines.model}"
-python = "{python}"
-compute_dtype = "{engines.compute_dtype}"
-env = {_table({**own, **(env or {})})}
-engine_config = {_table(options)}
-{more}"""
+role = "{member.role}"
+devices = {site.devices_of(engine, last=last)}
+model = "{site.model}"
+python = "{site.pythons[engine]}"
+compute_dtype = "{site.compute_dtype}"
+env = {_table({**site.environment(engine), **member.env})}
+engine_config = {_table({**site.options(engine), **member.options})}
+{member.more}
+"""
 
 
-def _table(values: dict[str, Any]) -> str:
+def _table(values: Mapping[str, Any]) -> str:
     return "{ " + ", ".join(f"{key} = {json.dumps(value)}" for key, value in values.items()) + " }"
 
 
+class Fleet:
+    """What was started together. What did not come up is in `failed`, with what it said, and
+    is no reason not to measure the rest."""
+
+    def __init__(self, site: Site) -> None:
+        self._site = site
+        self._paths: dict[str, Path] = {}
+        self._launching: list[subprocess.Popen[str]] = []
+        self.targets: dict[str, Target] = {}
+        self.servers: dict[str, Server] = {}
+        self.failed: dict[str, str] = {}
+        self.up_s = 0.0
+
+    def start(self, systems: Sequence[System], servers: Iterable[Server], wait_s: float) -> None:
+        """Returns when each is up or has failed."""
+        began_s = time.monotonic()
+        launched = self._launching = [self._launched(system, wait_s) for system in systems]
+        for server in servers:
+            try:
+                server.wait(began_s + wait_s)
+            except RuntimeError as error:
+                self.failed[server.name] = str(error)[-2000:]
+            else:
+                self.servers[server.name] = server
+        for system, process in zip(systems, launched, strict=True):
+            said = process.communicate()[0]
+            if process.returncode == 0:
+                self.targets[system.name] = running(str(self._paths[system.name]))
+            else:
+                self.failed[system.name] = f"exit {process.returncode}: {said[-2000:]}"
+        self.up_s = time.monotonic() - began_s
+        for name, why in self.failed.items():
+            print(f"{name} did not come up: {why}", flush=True)
+        print(f"up in {self.up_s:.0f} s: {[*self.targets, *self.servers]}", flush=True)
+
+    def apply(self, system: System) -> None:
+        """Brings a running cluster to what `system` says now."""
+        path = self._paths[system.name]
+        bind = self.targets[system.name].plan.router_bind
+        path.write_text(topology(system, self._site, bind))
+        subprocess.run([*PDCTL, "up", str(path), "--detach"], check=True, capture_output=True)
+
+    def stop(self) -> None:
+        """All at once; the replicas' logs stay among the site's. A launch that is still under way
+        rolls back first."""
+        for process in (each for each in self._launching if each.poll() is None):
+            process.terminate()
+        _ended(self._launching)
+        for name in self._paths:
+            kept = Path(os.environ["XDG_STATE_HOME"]) / "pdctl" / name / "logs"
+            for log in kept.glob("*.log"):
+                (self._site.logs / f"{name}-{log.name}").write_bytes(log.read_bytes())
+        _ended([_pdctl("down", str(path)) for path in self._paths.values()])
+
+    def _launched(self, system: System, wait_s: float) -> subprocess.Popen[str]:
+        path = self._site.logs / f"{system.name}.toml"
+        path.write_text(topology(system, self._site, f"127.0.0.1:{free_port()}"))
+        self._paths[system.name] = path
+        return _pdctl("up", str(path), "--detach", "--wait-timeout", str(int(wait_s)))
+
+
+def _ended(processes: Sequence[subprocess.Popen[str]]) -> None:
+    for process in (each for each in processes if each.poll() is None):
+        try:
+            process.communicate(timeout=DOWN_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+
+
+def _pdctl(*words: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*PDCTL, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
 @contextmanager
-def cluster(name: str, text: str, folder: Path) -> Iterator[Target]:
-    """A running cluster of that topology; its logs are kept in `folder`."""
-    path = folder / f"{name}.toml"
-    path.write_text(text)
-    state = Path(os.environ["XDG_STATE_HOME"]) / "pdctl" / name / "logs"
-    try:
-        subprocess.run(
-            [*PDCTL, "up", str(path), "--detach", "--wait-timeout", str(UP_S)], check=True
-        )
-        yield running(str(path))
-    finally:
-        for log in state.glob("*.log"):
-            (folder / f"{name}-{log.name}").write_bytes(log.read_bytes())
-        subprocess.run([*PDCTL, "down", str(path)], check=False)
+def fleet(
+    site: Site, systems: Sequence[System], servers: Iterable[Server] = (), wait_s: float = UP_S
+) -> Iterator[Fleet]:
+    """All of them started at once, and stopped with the block, however it ends."""
+    started = Fleet(site)
+    with ExitStack() as stack:
+        stack.callback(started.stop)
+        entered = [stack.enter_context(server) for server in servers]
+        started.start(systems, entered, wait_s)
+        yield started

@@ -11,6 +11,7 @@ import numpy as np
 
 PIECE_BYTES = 512 << 10
 REPETITIONS, WARM_UPS = 7, 2
+CHILD_S = 60.0
 
 
 def _receive(port: int) -> None:
@@ -32,6 +33,7 @@ def rates(sizes: list[int]) -> dict[int, float]:
             target=_receive, args=(listener.getsockname()[1],)
         )
         child.start()
+        listener.settimeout(CHILD_S)
         connected, _ = listener.accept()
     with connected:
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -1,20 +1,28 @@
-"""vLLM and MLX on one GPU: alone, through vLLM's own handoff, and in pdctl's pairs.
+"""Time to the first token: each engine alone, through its own handoff, and in pdctl's pairs.
 
-A cluster of both engines in both roles is launched by `pdctl up`; beside it run an ordinary vLLM
-and mlx-lm's own server, which have no connector, and two vLLMs with vLLM's NixlConnector. Prompts
-have exactly the asked number of tokens and are in no prefix cache. In a round each way answers the
-same prompt, one after the other. TTFT is the time to the first chunk with text of a streamed
-answer: through the router for pairs, straight from the engine for what stands alone.
+A cluster of the engines in both roles is launched by `pdctl up`; beside it run the engines' own
+servers, which have no connector, two vLLMs with vLLM's NixlConnector, and a cluster of SGLang with
+its own NIXL backend. Prompts have exactly the asked number of tokens and are in no prefix cache. In
+a round each way answers the same prompt, one after the other, another one first each time. TTFT is
+the time to the first chunk with text of a streamed answer: through the router for pairs, straight
+from the engine for what stands alone.
 
-    floor       max(P alone, bytes / loopback rate) + D's decode step
+    floor       max(P alone, bytes / rate) + D's decode step
     P alone     TTFT of the same engine without any connector
-    D's step    TPOT of the decode replica, serving alone
-    loopback    a plain socket copy of as many bytes between two processes, in the same run
-    fixed cost  TTFT - P alone - D's step, of the shortest prompt
-    idle loss   TTFT of a prefill replica asked directly, without a handoff, against the ordinary
-                vLLM's, by turns
+    D's step    TPOT of the decode replica, serving alone; none of SGLang, which shows P's token
+    rate        a plain socket copy of as many bytes between two processes, in the same run;
+                of what is paced, 117 MB/s
+    fixed cost  TTFT - P alone - D's step
 
-    python bench/gpu_pairs.py CHECKPOINT --vllm-python PYTHON --mlx-python PYTHON [--quick]
+Replicas: vp, vd, sp, sd, mp, md are as they come, their data planes processes of their own (of MLX
+inside of the engine's); vpi and vdi have them inside; vpq is a prefill replica whose pages are
+paced; vnp and vnd are joined by vLLM's own NIXL, "sp>sd native" by SGLang's.
+
+    python bench/gpu_pairs.py --vllm-python PYTHON --mlx-python PYTHON --tokenizer CHECKPOINT
+    python bench/gpu_pairs.py --engines vllm,sglang,mlx --extras native ...
+
+Seconds on one H200 with 16 cores: up 110 (0.5b) or 120 (7b); a round of 13 ways 2 (51 tokens) to
+6 (8000 tokens); down 10.
 """
 
 from __future__ import annotations
@@ -22,192 +30,192 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import signal
 import sys
-import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import aiohttp
-from gpu_cluster import PACED, PACED_BYTES_PER_S, cluster, topology
-from gpu_engines import Engines, Server, free_port
+from gpu_budget import Budget
+from gpu_cluster import Fleet, Member, System, fleet, members
+from gpu_engines import Server, ordinary, vllm_nixl
+from gpu_floor import PACED, PACED_BYTES_PER_S, TARGETS, Cells, figures_of, table
 from gpu_loopback import rates
-from gpu_report import Cell, Cells, report_of, write
-from gpu_ways import Direct, Nixl, Routed, Way
+from gpu_options import UP_SHARE, each_shape, parser_of, site_of, split
+from gpu_paired import loss_of
+from gpu_report import Cell, closing, write
+from gpu_ways import Direct, Named, Nixl, Routed, Way, taken
 
 from pdctl.runtime.bench.columns import columns
 from pdctl.runtime.bench.prompts import PromptSource
-from pdctl.runtime.bench.target import Target
-from pdctl.topology.model import PAGE_TOKENS, Engine
+from pdctl.topology.model import PAGE_TOKENS
 
-NOT_ASKED_FOR = ("mp>md", f"{PACED}>vd")
+EXTRAS = ("inside", "paced", "nixl", "native", "alone")
+INSIDE = {"PDCTL_DATA_PLANE": "inside"}
+PACING = {"PDCTL_PACING_BYTES_PER_S": str(PACED_BYTES_PER_S)}
+UP_S = 130.0
+SECONDS_PER_1000 = 0.05
+"""A way's seconds per 1000 tokens beyond the first, and for whatever length: what a round is
+expected to take before one has been seen."""
 
 
-def routed(target: Target) -> list[Routed]:
-    """The paths of the cluster; those that stand alone give the pairs their decode step."""
-    return [Routed(target, c) for c in columns(target.plan) if c.path not in NOT_ASKED_FOR]
+def systems(engines: Sequence[str], extras: Sequence[str]) -> Iterator[System]:
+    found = [m for engine in engines for m in members(f"{engine[0]}p {engine[0]}d")]
+    if "vllm" in engines and "inside" in extras:
+        found += [Member("vpi", env=INSIDE), Member("vdi", env=INSIDE)]
+    if "vllm" in engines and "paced" in extras:
+        found.append(Member(PACED, env=PACING))
+    yield System(f"pairs-{os.getpid()}", tuple(found))
+    if "sglang" in engines and "native" in extras:
+        yield System(f"native-{os.getpid()}", members("sp sd"), transport="native")
+
+
+def is_asked(path: str) -> bool:
+    """A pair of one engine has both data planes of one kind; what is paced goes to MLX, or where
+    there is none, to nobody else's; MLX alone is measured by itself."""
+    prefill, _, decode = path.partition(">")
+    if not decode:
+        return True
+    if prefill == PACED:
+        return decode == "md"
+    if path == "mp>md":
+        return False
+    return prefill[0] != decode[0] or prefill.endswith("i") == decode.endswith("i")
+
+
+def ways(started: Fleet) -> list[Way]:
+    found: list[Way] = []
+    servers = started.servers
+    found += [Direct.of(s) for name, s in servers.items() if name not in ("vnp", "vnd")]
+    for name, target in started.targets.items():
+        for column in columns(target.plan):
+            if not is_asked(column.path):
+                continue
+            way: Way = Routed(target, column)
+            if name.startswith("native"):
+                way = Named(f"{column.path} native", way)
+            found.append(way)
+    if {"vnp", "vnd"} <= set(servers):
+        found.append(Nixl(servers["vnp"], servers["vnd"]))
+    return found
 
 
 async def sweep(
     ways: Sequence[Way],
     prompts: PromptSource,
-    lengths: Sequence[int],
-    rounds: int,
-    warm_ups: int,
+    options: argparse.Namespace,
+    budget: Budget,
     cells: Cells,
 ) -> None:
-    """Adds to the cells by prompt length and way."""
+    """Adds to the cells by prompt length and way; rounds are whole."""
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-        for tokens in lengths:
-            row = cells.setdefault(tokens, {})
-            for turn in range(warm_ups + rounds):
+        for tokens in options.lens:
+            row: dict[str, Cell] = {}
+            round_s = len(ways) * SECONDS_PER_1000 * (3 + tokens / 1000)
+            for turn in range(options.warm_ups + options.rounds):
+                if not budget.allows(f"{tokens} tokens from round {turn} on", round_s):
+                    break
+                began_s = time.monotonic()
                 key = f"{turn}/{time.monotonic_ns()}"
                 prompt = prompts.prompt(tokens, key)
-                for way in ways:
-                    taken = await way.take(session, prompt, key)
-                    if turn >= warm_ups or not taken.sample.ok:
-                        row.setdefault(way.name, Cell()).add(taken)
+                for way in (*ways[turn % len(ways) :], *ways[: turn % len(ways)]):
+                    cell = row.setdefault(way.name, Cell())
+                    if cell.given_up:
+                        continue
+                    found = await taken(way, session, prompt, key)
+                    if turn >= options.warm_ups or not found.sample.ok:
+                        cell.add(found)
+                round_s = time.monotonic() - began_s
+            if any(cell.taken for cell in row.values()):
+                cells[tokens] = {way.name: row[way.name] for way in ways}
             said = {name: cell.summary().get("ttft_ms") for name, cell in row.items()}
-            print(f"{tokens} tokens: {said}", flush=True)
+            print(f"{tokens} tokens: {said}, {budget.left_s:.0f} s left", flush=True)
 
 
 class Run:
-    """One checkpoint's measurements, in the order in which they are made."""
+    """One checkpoint's measurements."""
 
-    def __init__(self, options: argparse.Namespace, engines: Engines, folder: Path) -> None:
-        self._options, self._engines, self._folder = options, engines, folder
-        self._prompts = PromptSource.of_checkpoint(engines.model, seed=0)
-        self._page_bytes = 0
+    def __init__(self, options: argparse.Namespace, budget: Budget, shape: str, logs: Path) -> None:
+        self._options, self._budget, self._shape = options, budget, shape
+        self._site = site_of(options, shape, logs)
         self.cells: Cells = {}
-        self.idle: Cells = {}
 
     def measure(self) -> None:
-        options, engines = self._options, self._engines
-        with ExitStack() as stack:
-            servers = [stack.enter_context(engines.vllm("vllm"))]
-            alone = [Direct.of(servers[0], Engine.VLLM)]
-            if not options.no_mlx_alone:
-                servers.append(stack.enter_context(engines.mlx("mlx")))
-                alone.append(Direct.of(servers[1], Engine.MLX))
-            with ExitStack() as inner:
-                beside = self._nixl(inner) if options.nixl == "beside" else []
-                name, port = f"gpu-{os.getpid()}", free_port()
-                text = topology(name, engines, port, paced=not options.no_paced)
-                target = inner.enter_context(cluster(name, text, self._folder))
-                self._page_bytes = target.plan.page_bytes or 0
-                idle = Direct("vp idle", Engine.VLLM, f"http://127.0.0.1:{port}", target.plan.model)
-                wait(*servers, *(end for pair in beside for end in pair.ends))
-                self._sweep([*alone, idle, *routed(target), *beside], self.cells)
-                self._sweep([alone[0], idle], self.idle, options.idle_rounds)
-            if options.nixl == "after":
-                self._sweep(self._nixl(stack, ready=True), self.cells)
+        options, budget, site = self._options, self._budget, self._site
+        beside: list[Server] = []
+        if "alone" in options.extras:
+            beside += [ordinary(site, engine) for engine in options.alone]
+        if "nixl" in options.extras and "vllm" in options.engines:
+            beside += vllm_nixl(site)
+        wanted = list(systems(options.engines, options.extras))
+        with fleet(site, wanted, beside, budget.left_s * UP_SHARE) as started:
+            prompts = PromptSource.of_checkpoint(site.model, seed=0)
+            found = ways(started)
+            try:
+                if found:
+                    asyncio.run(sweep(found, prompts, options, budget, self.cells))
+            finally:
+                self.write(started)
 
-    def report(self) -> dict[str, Any]:
-        """Of what has been measured so far."""
-        sizes = {n: -(-(n - 1) // PAGE_TOKENS) * self._page_bytes for n in self.cells}
+    def write(self, started: Fleet) -> None:
+        sizes = {n: -(-(n - 1) // PAGE_TOKENS) * self._site.page_bytes for n in self.cells}
         copied = rates(sorted(set(sizes.values())))
-        return report_of(self.cells, self.idle, sizes, copied, paced=(PACED, PACED_BYTES_PER_S))
-
-    def _sweep(self, ways: Sequence[Way], cells: Cells, rounds: int | None = None) -> None:
-        options = self._options
-        asyncio.run(
-            sweep(
-                *(ways, self._prompts, options.lengths),
-                *(rounds or options.rounds, options.warm_ups, cells),
-            )
-        )
-
-    def _nixl(self, stack: ExitStack, *, ready: bool = False) -> list[Nixl]:
-        ends = [stack.enter_context(self._engines.vllm_nixl(n)) for n in ("nixl p", "nixl d")]
-        if ready:
-            wait(*ends)
-        return [Nixl(*ends)]
-
-
-def wait(*servers: Server) -> None:
-    for server in servers:
-        server.wait()
+        rows, planes = figures_of(self.cells, sizes, copied), _planes(self.cells)
+        measured = {
+            "targets": TARGETS,
+            "up_s": round(started.up_s, 1),
+            "rows": rows,
+            "loopback_gb_per_s": {size: round(rate / 1e9, 2) for size, rate in copied.items()},
+            "handoff_bytes": sizes,
+            "apart_to_inside": planes,
+            "left_out": self._budget.left_out,
+            "failed": started.failed,
+        }
+        title = f"TTFT, {self._shape} shape, median (p95) in ms; in brackets × the floor."
+        lines = [*table(title, rows), "", *_planes_said(planes)]
+        lines += closing(self._budget.left_out, started.failed)
+        variant = f"{self._shape}-{'-'.join(self._options.engines)}"
+        write("gpu_pairs", variant, __doc__ or "", self._options, measured, lines)
 
 
-def engines_of(options: argparse.Namespace, logs: Path) -> Engines:
-    on_cpu = options.device == "cpu"
-    vllm: dict[str, Any] = {
-        "block_size": 64,
-        "kv_cache_memory_bytes": options.kv_bytes,
-        "enforce_eager": not options.graphs,
-        "max_num_seqs": 8,
-        # not what is used, which the line above says, but what must be free at start
-        "gpu_memory_utilization": 0.02,
+def _planes(cells: Cells) -> dict[str, dict[int, Any]]:
+    """What a data plane of its own costs: the same pairs, by turns, with it and without."""
+    return {
+        f"{apart} against {inside}": {
+            tokens: loss_of(row[inside].ttft_ms, row[apart].ttft_ms, 0.0)
+            for tokens, row in cells.items()
+            if inside in row and apart in row
+        }
+        for apart, inside in (("vp>vd", "vpi>vdi"), ("vp>md", "vpi>md"), ("mp>vd", "mp>vdi"))
     }
-    one_thread = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-    blas = Path("/usr/lib/x86_64-linux-gnu/libopenblas.so.0")
-    quick_mlx = {"LD_PRELOAD": str(blas), "OPENBLAS_NUM_THREADS": "1"} if on_cpu else {}
-    return Engines(
-        options.checkpoint.resolve(),
-        logs,
-        vllm_python=options.vllm_python,
-        mlx_python=options.mlx_python,
-        vllm_options=vllm,
-        vllm_env=one_thread if on_cpu else {},
-        mlx_env=quick_mlx if blas.exists() else {},
-        compute_dtype="float32" if on_cpu else "float16",
-        context_length=options.context_length,
+
+
+def _planes_said(planes: dict[str, dict[int, Any]]) -> Iterator[str]:
+    for pair, losses in planes.items():
+        found = [f"{each['loss']:+.1%} at {n}" for n, each in losses.items() if each["pairs"]]
+        if found:
+            yield f"{pair}, medians of differences: {', '.join(found)}."
+
+
+def parsed(words: list[str] | None = None) -> argparse.Namespace:
+    parser = parser_of(
+        __doc__ or "", engines="vllm,mlx", lens="2844,51,8000,744,184", context_length=8192
     )
-
-
-def parsed() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("--vllm-python", required=True)
-    parser.add_argument("--mlx-python", required=True)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--lengths", default="51,184,744,2844,8000")
+    parser.add_argument("--extras", default=",".join(EXTRAS), help=f"of {', '.join(EXTRAS)}")
+    parser.add_argument("--alone", help="of which engines the own server runs; else of all")
     parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--warm-ups", type=int, default=2)
-    parser.add_argument("--idle-rounds", type=int, default=16)
-    parser.add_argument("--nixl", choices=("beside", "after", "no"), default="beside")
-    parser.add_argument("--no-paced", action="store_true")
-    parser.add_argument(
-        "--no-mlx-alone", action="store_true", help="no mlx-lm server: md's TTFT is MLX's P alone"
-    )
-    parser.add_argument("--graphs", action="store_true", help="torch.compile and CUDA graphs")
-    parser.add_argument("--kv-bytes", type=int, default=2 << 30, help="each vLLM's KV memory")
-    parser.add_argument("--context-length", type=int, default=8192)
-    parser.add_argument("--quick", action="store_true", help="few rounds of short prompts")
-    parser.add_argument("--logs", type=Path, help="kept there; else in a temporary folder")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
-    options = parser.parse_args()
-    options.lengths = [int(n) for n in options.lengths.split(",")]
-    if options.quick:
-        options.lengths, options.rounds, options.warm_ups = [51, 184], 2, 1
-        options.idle_rounds, options.context_length = 2, 2048
+    parser.add_argument("--warm-ups", type=int, default=1)
+    options = split(parser, words)
+    options.extras = options.extras.split(",")
+    options.alone = options.alone.split(",") if options.alone else options.engines
     return options
 
 
 def main() -> int:
     options = parsed()
-    # what was started is stopped, and what was measured is written, however it ends
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    with tempfile.TemporaryDirectory() as scratch:
-        os.environ.setdefault("XDG_STATE_HOME", scratch)
-        logs = options.logs or Path(scratch)
-        logs.mkdir(parents=True, exist_ok=True)
-        run = Run(options, engines_of(options, logs), logs)
-        try:
-            run.measure()
-        finally:
-            if run.cells:
-                _write(options, run.report())
-    return 0
-
-
-def _write(options: argparse.Namespace, measured: dict[str, Any]) -> None:
-    setting = {key: str(value) for key, value in vars(options).items()}
-    for path in write(options.output, options.checkpoint.name, __doc__ or "", setting, measured):
-        print(path)
+    up_s = UP_S if options.device == "cuda" else 0.0
+    return each_shape(options, lambda *given: Run(options, *given).measure(), up_s)
 
 
 if __name__ == "__main__":

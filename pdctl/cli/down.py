@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from functools import partial
 
 import anyio
@@ -10,10 +11,12 @@ import anyio
 from pdctl.cli import render
 from pdctl.cli.arguments import Cluster
 from pdctl.cli.launch_view import Board, board
-from pdctl.errors import ClusterError
+from pdctl.errors import ClusterError, HostError
 from pdctl.runtime.cluster import lock
-from pdctl.runtime.cluster.keeper import hosts_of
+from pdctl.runtime.cluster.keeper import hosts_of, in_thread
+from pdctl.runtime.cluster.placement import placement
 from pdctl.runtime.cluster.state import ClusterRecord, StateDir, resolve
+from pdctl.runtime.hosts.interface import RuntimeHost
 from pdctl.runtime.launch.interruption import Interruption
 from pdctl.runtime.launch.teardown import take_down
 
@@ -36,21 +39,21 @@ def down(
         if record is None:
             state.clear()
             return _nothing(name)
-        stop(state, record)
-        render.stdout().print(
-            f"{name} is down; its logs are {_logs(state, record)}", soft_wrap=True
-        )
+        logs = stop(state, record)
+        render.stdout().print(f"{name} is down; its logs are {logs}", soft_wrap=True)
 
 
-def stop(state: StateDir, record: ClusterRecord) -> None:
-    """Takes it down; the caller holds the lock. Raises ClusterError where something is left."""
+def stop(state: StateDir, record: ClusterRecord) -> str:
+    """Takes it down, and says where its logs lie; the caller holds the lock. Raises ClusterError
+    where something is left."""
     with board() as shown:
-        left = anyio.run(partial(_take_down, state, record, shown))
+        left, logs = anyio.run(partial(_take_down, state, record, shown))
     if left:
         raise ClusterError(
             f"not everything could be stopped: {'; '.join(left)}",
             hint=_again(record),
         )
+    return logs
 
 
 def _again(record: ClusterRecord) -> str:
@@ -63,21 +66,30 @@ def _again(record: ClusterRecord) -> str:
     )
 
 
-def _logs(state: StateDir, record: ClusterRecord) -> str:
-    far = [host for host in record.plan.agent_ports if record.topology.hosts[host].ssh is not None]
-    here = f"in {state.logs}"
-    if not far:
-        return here
-    there = f"{' and '.join(far)}, in ~/.local/state/pdctl/{record.cluster}/hosts/HOST/logs"
-    return f"{here}, and on {there}" if len(far) < len(record.plan.agent_ports) else f"on {there}"
+def _logs(state: StateDir, record: ClusterRecord, hosts: Mapping[str, RuntimeHost]) -> str:
+    """Blocks: asks the hosts."""
+    places: list[str] = []
+    for name in record.plan.agent_ports:
+        if record.topology.hosts[name].ssh is None:
+            places.insert(0, f"in {state.logs}")
+            continue
+        try:
+            places.append(f"on {name} in {placement(hosts[name], record).logs}")
+        except HostError:  # it is down all the same
+            places.append(f"on {name}")
+    return " and ".join(places)
 
 
 def _nothing(name: str) -> None:
     render.stdout().print(f"{name} is not running: nothing to stop", soft_wrap=True)
 
 
-async def _take_down(state: StateDir, record: ClusterRecord, shown: Board) -> tuple[str, ...]:
+async def _take_down(
+    state: StateDir, record: ClusterRecord, shown: Board
+) -> tuple[tuple[str, ...], str]:
+    """(what is left, where the logs are)"""
     interruption = Interruption(partial(shown.say, "still stopping; it is bounded"))
     interruption.name = "taking down"
     with interruption.watching(), hosts_of(record) as hosts:
-        return await take_down(state, record, shown.show, hosts=hosts)
+        left = await take_down(state, record, shown.show, hosts=hosts)
+        return left, "" if left else await in_thread(_logs, state, record, hosts)

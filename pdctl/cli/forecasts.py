@@ -36,11 +36,10 @@ def show_forecast(found: Forecast, cluster: str) -> None:
         table = Table("tokens", *(path.path for path in measured), box=None)
         for row, tokens in enumerate(found.lengths):
             table.add_row(str(tokens), *(_milliseconds(path.cells[row]) for path in measured))
-        steps = [f"{p.step_ms:.3g}" if p.step_ms is not None else "" for p in measured]
+        steps = [f"{p.step_ms:.3g} ({p.steps})" if p.step_ms else "" for p in measured]
         table.add_row("per token then", *steps)
         console.print(table)
-        if any(cell.extrapolated for path in measured for cell in path.cells):
-            console.print("~ far beyond the prompts that were measured")
+        console.print("(n): by so many requests of about that length; ~ far beyond all of them")
     for pair in found.pairs:
         console.print(pair.words, soft_wrap=True)
         costs = _handoff(pair)
@@ -57,6 +56,8 @@ def show_forecast(found: Forecast, cluster: str) -> None:
 def _handoff(pair: PairForecast) -> str:
     """What a handoff adds, and the break-even of the link."""
     parts = []
+    if pair.round_trip_ms is not None:
+        parts.append(f"round trip {pair.round_trip_ms:.2g} ms")
     if pair.fixed_ms is not None:
         parts.append(f"a handoff costs {pair.fixed_ms:.3g} ms whatever its length")
     if pair.link_bytes_per_s is not None:
@@ -72,4 +73,5 @@ def _rate(bytes_per_s: float) -> str:
 
 
 def _milliseconds(cell: Cell) -> str:
-    return f"{'~' if cell.extrapolated else ''}{cell.ttft_ms:.3g}"
+    figure = f"{cell.ttft_ms:.0f}" if cell.ttft_ms >= 100 else f"{cell.ttft_ms:.3g}"
+    return f"{'~' if cell.extrapolated else ''}{figure} ({cell.samples})"

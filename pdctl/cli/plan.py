@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import msgspec
@@ -22,6 +23,9 @@ from pdctl.runtime.hosts.ssh import far_end_argv
 from pdctl.topology.model import Role, Topology
 from pdctl.topology.plan import Plan
 from pdctl.topology.sizes import approximate_size
+
+UNASKED = "~/.local/state/pdctl"
+"""Of another host that was not asked; there XDG_STATE_HOME counts."""
 
 
 def plan(
@@ -48,7 +52,7 @@ def plan(
     if outcome.plan is None or outcome.topology is None:
         raise typer.Exit(outcome.report.exit_code)
     commands = replica_commands(outcome.topology, outcome.plan)
-    around = surroundings(outcome.topology, outcome.plan)
+    around = surroundings(outcome.topology, outcome.plan, outcome.homes)
     found = forecast_of(outcome.topology, outcome.plan, offline=offline)
     if as_json:
         told = {"surroundings": around, "forecast": msgspec.to_builtins(found)}
@@ -65,14 +69,17 @@ def replica_commands(topology: Topology, plan: Plan) -> dict[str, Command]:
     }
 
 
-def surroundings(topology: Topology, plan: Plan) -> dict[str, list[str]]:
+def surroundings(topology: Topology, plan: Plan, homes: Mapping[str, str]) -> dict[str, list[str]]:
     """What runs beside the replicas, as argv: agents, the router, and the keeper's way to each
-    other host."""
+    other host.
+
+    Args:
+        homes: host → where clusters' folders lie there, as far as it was asked.
+    """
     found: dict[str, list[str]] = {}
     for name in plan.agent_ports:
         host = topology.hosts[name]
-        # another host's XDG_STATE_HOME is its own matter: it is asked at `up`
-        there = f"~/.local/state/pdctl/{plan.cluster}/hosts/{name}"
+        there = f"{homes.get(name, UNASKED)}/{plan.cluster}/hosts/{name}"
         state = str(StateDir.of(plan.cluster).path) if host.ssh is None else there
         found[f"agent of {name}"] = list(agent_command(host, state, "").argv)
         if name != plan.router_host and host.ssh is not None:

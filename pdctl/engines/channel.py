@@ -281,17 +281,7 @@ FromStore = Attach | StoreReady | StoreReport
 ToStore = StoreAssignment | Refused | Poll
 FromRouter = Attach | PairStates | RouterReport | Refresh
 ToRouter = RouterAssignment | Refused | Members | Poll
-ToAgent = (
-    Attach
-    | Ready
-    | Failed
-    | Report
-    | StoreReady
-    | StoreReport
-    | PairStates
-    | RouterReport
-    | Refresh
-)
+ToAgent = FromEngine | FromStore | FromRouter
 FromAgent = Assignment | StoreAssignment | RouterAssignment | Refused | Members | Poll
 
 _encoder = msgspec.msgpack.Encoder()

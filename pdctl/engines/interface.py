@@ -82,6 +82,8 @@ class EngineSpec(Protocol):
     """Fields of a body by which this engine, in any role, limits which token may come: the
     first one too, where it samples just that (`first_token.py`)."""
 
+    over_context: tuple[str, ...]
+    """Words in which this engine refuses a prompt over the context where it names no parameter."""
     ranking: Mapping[str, Any]
     """Fields of a completion's body that make this engine name, at each place, the ten
     likeliest tokens by id, as the canary reads them."""

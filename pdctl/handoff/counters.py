@@ -56,6 +56,10 @@ class PairCounters(msgspec.Struct, frozen=True, kw_only=True):
     host_bytes: int = 0
     gpu_bytes: int = 0
     reused_pages: int = 0
+    phases: dict[str, Histogram] = {}
+    round_trip_s: float | None = None
+    """The shortest that was seen between the two ends, when one proved itself to the other; of the
+    receiver only, and not of an engine's own handoff."""
 
 
 class Counters(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,7 +111,12 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
 OF_PAGES = ("reused_pages", "buffer_bytes_used", "waiters")
 """Counters that mean nothing where no canonical page travels."""
 
-OF_A_HANDOFF = tuple(dict.fromkeys((*PairCounters.__struct_fields__, *OF_PAGES)))
+COUNTED = tuple(
+    name for name in PairCounters.__struct_fields__ if name not in ("phases", "round_trip_s")
+)
+"""Of `PairCounters`, what is one whole number."""
+
+OF_A_HANDOFF = tuple(dict.fromkeys((*COUNTED, *OF_PAGES)))
 """All that an engine's own handoff may leave untold."""
 
 INNER = ("pairs", "rooms", "decoding", "untold")
@@ -122,9 +131,10 @@ def shown_counters(counters: Counters) -> dict[str, Any]:
 
 def shown_pair(
     sender: tuple[str, Counters] | None, receiver: tuple[str, Counters] | None
-) -> dict[str, int | None]:
+) -> dict[str, Any]:
     """A pair's row: of what both ends count, the larger; the ends report at different moments,
-    and some failures are known to one of them only. None is what neither can tell.
+    and some failures are known to one of them only. None is what neither can tell. A phase is
+    seen by one end.
 
     Args:
         sender: its name and its counters; None where nothing is known of it.
@@ -133,11 +143,17 @@ def shown_pair(
     if sender is not None and receiver is not None:
         for (_, own), (peer, _) in ((sender, receiver), (receiver, sender)):
             ends.append((own.untold, own.pairs.get(peer, PairCounters())))
-    found: dict[str, int | None] = {}
-    for name in PairCounters.__struct_fields__:
+    found: dict[str, Any] = {}
+    for name in COUNTED:
         told = [getattr(pair, name) for untold, pair in ends if name not in untold]
         found[name] = max(told) if told else (None if ends else 0)
-    return found
+    trips = [pair.round_trip_s for _, pair in ends if pair.round_trip_s is not None]
+    phases = {name: seen for _, pair in ends for name, seen in pair.phases.items()}
+    return {
+        **found,
+        "phases": msgspec.to_builtins(phases),
+        "round_trip_s": min(trips, default=None),
+    }
 
 
 class CounterBoard:
@@ -165,9 +181,7 @@ class CounterBoard:
             if peer is not None:
                 pair = now.pairs.get(peer, PairCounters())
                 part = {
-                    name: getattr(pair, name) + n
-                    for name, n in amounts.items()
-                    if name in PairCounters.__struct_fields__
+                    name: getattr(pair, name) + n for name, n in amounts.items() if name in COUNTED
                 }
                 changed["pairs"] = {**now.pairs, peer: msgspec.structs.replace(pair, **part)}
             self._counters = msgspec.structs.replace(now, **changed)
@@ -198,14 +212,29 @@ class CounterBoard:
         with self._lock:
             self._decoded.pop(room, None)
 
-    def observe(self, phase: str, seconds: float) -> None:
-        """Adds one observation to a phase of PHASES; KeyError for any other name."""
+    def observe(self, phase: str, seconds: float, peer: str) -> None:
+        """Adds one observation to a phase of PHASES, of the replica and of its pair with `peer`;
+        KeyError for any other name."""
         if phase not in PHASES:
             raise KeyError(phase)
         with self._lock:
             now = self._counters
-            histogram = now.phases.get(phase, Histogram()).observed(max(0.0, seconds))
-            self._counters = msgspec.structs.replace(now, phases={**now.phases, phase: histogram})
+            pair = now.pairs.get(peer, PairCounters())
+            pair = msgspec.structs.replace(pair, phases=_observed(pair.phases, phase, seconds))
+            self._counters = msgspec.structs.replace(
+                now,
+                phases=_observed(now.phases, phase, seconds),
+                pairs={**now.pairs, peer: pair},
+            )
+
+    def met(self, peer: str, round_trip_s: float) -> None:
+        """A peer has proved itself, so long after it was asked; the shortest stays."""
+        with self._lock:
+            now = self._counters
+            pair = now.pairs.get(peer, PairCounters())
+            if pair.round_trip_s is None or round_trip_s < pair.round_trip_s:
+                pair = msgspec.structs.replace(pair, round_trip_s=round_trip_s)
+                self._counters = msgspec.structs.replace(now, pairs={**now.pairs, peer: pair})
 
     def read(self) -> Counters:
         rooms = {room: idle_s for watched in self._watched for room, idle_s in watched().items()}
@@ -216,3 +245,7 @@ class CounterBoard:
         if not rooms and not decoding:
             return counters
         return msgspec.structs.replace(counters, rooms=rooms, decoding=decoding)
+
+
+def _observed(phases: dict[str, Histogram], phase: str, seconds: float) -> dict[str, Histogram]:
+    return {**phases, phase: phases.get(phase, Histogram()).observed(max(0.0, seconds))}

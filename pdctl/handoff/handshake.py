@@ -42,8 +42,10 @@ def answer(link: Link, key: bytes) -> bytes:
     the key."""
     nonce = secrets.token_bytes(wire.NONCE_BYTES)
     asked = _expect(link, wire.Challenge)
+    asked_at = link.clock()
     link.send(wire.Answer(nonce=nonce, proof=proof(key, b"receiver", asked.nonce, nonce)))
     given = _expect(link, wire.Proof)
+    link.round_trip_s = link.clock() - asked_at
     expected = proof(key, b"sender", asked.nonce, nonce, given.card)
     if not hmac.compare_digest(given.proof, expected):
         raise TicketRejected(

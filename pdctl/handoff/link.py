@@ -61,6 +61,8 @@ class Link:
         self.life = Life(clock())
         self.reused = False
         """Whether it has served a room before: its peer may have given it up meanwhile."""
+        self.round_trip_s = 0.0
+        """Between this end's proof and the peer's; of the dialling end, once they have met."""
         self.card = b""
         """How the sender's memory is read, where pieces come that way; else empty."""
         self.payload_at = clock()

@@ -167,6 +167,7 @@ class Receiver(ReplicaEnd):
         link = Link(connection, self._geometry, self._clock, self._memory, self._held_pieces)
         self._hand_over(inbound, link)
         card = answer(link, self._identity.key)
+        self._board.met(inbound.leg.prefill, link.round_trip_s)
         if self._reach is not None and self._reads(inbound.leg.prefill):
             link.card = self._met(self._reach, inbound.leg.prefill, address, card)
         return link

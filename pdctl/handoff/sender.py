@@ -241,7 +241,7 @@ class Sender(ReplicaEnd):
         try:
             if not outbound.reserve():
                 return
-            self._board.observe("queue", self._clock() - outbound.admitted_at)
+            self._board.observe("queue", self._clock() - outbound.admitted_at, outbound.decode)
             on_reserved(outbound)
         except MemoryError:
             outbound.fail(HandoffError(f"no memory for {outbound.tokens} positions"))
@@ -255,7 +255,7 @@ class Sender(ReplicaEnd):
             guarded(outbound.claim.release)
         self._rooms.close(outbound)
         if outbound.done and outbound.needed_at is not None:
-            self._board.observe("transfer", self._clock() - outbound.needed_at)
+            self._board.observe("transfer", self._clock() - outbound.needed_at, outbound.decode)
         self._count(outbound, outbound.error, handoffs_active=-1)
         outbound.settled.set()
         if outbound.on_settled is not None:

@@ -29,7 +29,7 @@ def addresses(topology: Topology) -> Iterable[Diagnostic]:
                 replica=p.name,
                 hint=hint,
             )
-        elif is_loopback(address) and not one_machine(host, topology.hosts[far.host]):
+        elif is_loopback(address):
             yield Diagnostic(
                 code="topology.loopback_address",
                 summary=f'replica "{p.name}": its address {address} is loopback, which decode '
@@ -47,7 +47,10 @@ def _far_receiver(topology: Topology, sender: Replica) -> Replica | None:
         (
             d
             for d in topology.replicas
-            if d.role is Role.DECODE and d.host != sender.host and d.host in topology.hosts
+            if d.role is Role.DECODE
+            and d.host != sender.host
+            and d.host in topology.hosts
+            and not one_machine(topology.hosts[sender.host], topology.hosts[d.host])
         ),
         None,
     )
@@ -56,6 +59,28 @@ def _far_receiver(topology: Topology, sender: Replica) -> Replica | None:
 def one_machine(a: Host, b: Host) -> bool:
     """Hosts without SSH are this machine."""
     return a.ssh is None and b.ssh is None
+
+
+def one_agent(topology: Topology) -> Iterable[Diagnostic]:
+    """This machine is one host of a cluster, with one agent: a second name for it leads nowhere."""
+    router = topology.hosts.get(topology.router.host)
+    if router is None or router.ssh is not None:
+        return
+    told: set[str] = {router.name}
+    for i, r in enumerate(topology.replicas):
+        host = topology.hosts.get(r.host)
+        if host is None or host.ssh is not None or r.host in told:
+            continue
+        told.add(r.host)
+        yield Diagnostic(
+            code="topology.one_machine",
+            summary=f'replica "{r.name}": its host "{r.host}" is this machine, and so is the '
+            f'router\'s host "{router.name}": neither has an ssh destination',
+            field=f"replicas[{i}].host",
+            replica=r.name,
+            hint=f"use one of the two names for both (a replica may have a python, env and "
+            f'address of its own), or write ssh = "…" under [hosts.{r.host}]',
+        )
 
 
 def routes(topology: Topology) -> Iterable[Diagnostic]:

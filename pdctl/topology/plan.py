@@ -124,6 +124,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         """A host's page store, where it has one."""
         return next((store for store in self.stores if store.host == host), None)
 
+    def store_of(self, replica: ReplicaPlan) -> StorePlan | None:
+        """The page store that a replica uses: that of its host. An engine's own handoff knows
+        nothing of it."""
+        return None if replica.native else self.store(replica.host)
+
     def ports(self, host: str) -> frozenset[int]:
         """Every port that something of the cluster listens on at this host."""
         found = {self.agent_ports.get(host, 0)}

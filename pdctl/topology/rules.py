@@ -239,6 +239,7 @@ RULES: tuple[Callable[[Topology], Iterable[Diagnostic]], ...] = (
     _ports,
     _paths,
     addresses.addresses,
+    addresses.one_agent,
     addresses.routes,
     native.rules,
     nixl.rules,

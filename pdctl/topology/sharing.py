@@ -1,4 +1,5 @@
-"""Prefix KV shared between ordinary replicas: which hosts have a page store, and where. Pure."""
+"""Prefix KV shared between replicas: which hosts have a page store, where, and who
+uses it. Pure."""
 
 from __future__ import annotations
 

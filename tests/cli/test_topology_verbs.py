@@ -16,8 +16,11 @@ from topology.texts import GOOD, edited, native_apart, native_between
 from pdctl import __version__
 from pdctl.cli import app as boundary
 from pdctl.cli.app import main
+from pdctl.cli.plan import surroundings
 from pdctl.cli.verbs import VERBS, Verb
 from pdctl.errors import ContractError
+from pdctl.topology.load import loads
+from pdctl.topology.plan import derive
 
 
 class Outcome:
@@ -194,6 +197,14 @@ def test_plan_shows_the_way_to_other_hosts(
     ]  # fmt: skip
     state = around["agent of local"].index("--state") + 1
     assert around["agent of local"][state] == str(file.parent / "state" / "pdctl" / "studio")
+    told = around["agent of studio"]
+    assert told[told.index("--state") + 1] == "~/.local/state/pdctl/studio/hosts/studio"
+    topology, _ = loads(file.read_text())
+    assert topology is not None
+    told = surroundings(topology, derive(topology), {"studio": "/scratch/me/pdctl"})[
+        "agent of studio"
+    ]
+    assert told[told.index("--state") + 1] == "/scratch/me/pdctl/studio/hosts/studio"
     argv = around["local to studio"]
     forward = argv[argv.index("-L") + 1].split(":")
     assert (forward[0], forward[2], len(forward)) == ("127.0.0.1", "127.0.0.1", 4)

@@ -69,3 +69,22 @@ def check_failed_handoff(
     assert response.headers["x-pdctl-path"] == path
     check_next_is_right(cluster, path)
     assert cluster.pair(*pair)["handoffs_failed"] == before["handoffs_failed"] + began
+
+
+def check_wrong_kv_fails_up(cluster: Mixed, fault: str, pair: str) -> None:
+    """An `up` on the running cluster that brings the pair's new end: exit 5, the pair is named,
+    and the cluster is as it was.
+
+    Args:
+        pair: one of its replicas ends in 1, the one that is not there yet.
+    """
+    before = {replica["name"] for replica in cluster.status()["replicas"]}
+    cluster.write(next(name for name in pair.split(">") if name[-1] == "1"))
+    with cluster.faults.of(fault):
+        done = cluster.pdctl("up", cluster.topology, "--detach", check=False)
+    cluster.write()
+    assert done.returncode == 5, done.stdout + done.stderr
+    assert f"{pair} failed its canary" in done.stderr
+    assert "the KV cache is not its own" in done.stderr
+    cluster.wait("every pair ready", cluster.ready)
+    assert {replica["name"] for replica in cluster.status()["replicas"]} == before

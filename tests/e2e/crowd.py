@@ -12,7 +12,9 @@ from contextlib import suppress
 from typing import Any
 
 import httpx2 as httpx
+from e2e.asking import check_next_is_right
 from e2e.cluster import Cluster
+from e2e.mixed import Mixed
 from e2e.test_soak import CLIENTS, OUTPUT_TOKENS
 
 COUNTED = ("handoffs_completed", "handoffs_failed", "handoffs_cancelled", "imported_tokens")
@@ -111,3 +113,20 @@ def counted(cluster: Cluster, paths: Iterable[str]) -> dict[str, Counter[str]]:
     """Path → its pair's counters."""
     pairs = {path: cluster.pair(*path.split(">")) for path in paths}
     return {path: Counter({name: pair[name] for name in COUNTED}) for path, pair in pairs.items()}
+
+
+def check_leaving(
+    cluster: Mixed, answers: dict[str, str], paths: Sequence[str], seconds: float
+) -> None:
+    """Half of the clients go away at random moments: the others' answers are right, no handoff
+    fails, nothing is left."""
+    before, clients = counted(cluster, paths), Crowd(cluster, answers, paths, leaving=0.5)
+    clients.run(seconds)
+    clients.check()
+    cluster.wait("nothing in flight", cluster.idle, 15)
+    after = counted(cluster, paths)
+    for path in paths:
+        gained = after[path] - before[path]
+        assert gained["handoffs_failed"] == 0
+        assert gained["handoffs_completed"] >= clients.served[path] > 0
+        check_next_is_right(cluster, path)

@@ -199,10 +199,17 @@ class Mixed(Mending):
         """Prompt tokens that a replica has computed, or found, by its engine's own account."""
         if replica[0] != "v":
             return float(self.replica(replica)["prompt_tokens"])
+        return self.metric(replica, "vllm:prompt_tokens_total")
+
+    def kept(self, replica: str) -> float:
+        """The share of vLLM's blocks that some request holds."""
+        return self.metric(replica, "vllm:kv_cache_usage_perc")
+
+    def metric(self, replica: str, name: str) -> float:
+        """One of vLLM's own."""
         port = self.record().plan.replica(replica).http_port
-        text = httpx.get(f"http://127.0.0.1:{port}/metrics").text
-        lines = text.splitlines()
-        found = next(line for line in lines if line.startswith("vllm:prompt_tokens_total"))
+        lines = httpx.get(f"http://127.0.0.1:{port}/metrics").text.splitlines()
+        found = next(line for line in lines if line.startswith(name))
         return float(found.rsplit(" ", 1)[1])
 
 

@@ -1,4 +1,4 @@
-"""What a pair must do whose KV cache travels by its engine's own handoff."""
+"""What a pair must do whose KV cache travels through NIXL: by its engine's own or pdctl's."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ import msgspec
 import psutil
 import pytest
 from e2e.cluster import text_of
+from e2e.faults import Request
 from e2e.mixed import Mixed
 from tiny import digits
 
 LENGTHS = (51, 65, 129, 193, 700)
-NATIVE = 'transport = "native"'
 TOKENS = 12
+BACK_S = 150.0
 
 
 def needs_nixl(python: Path) -> pytest.MarkDecorator:
@@ -57,8 +58,8 @@ def check_counted(cluster: Mixed, path: str) -> None:
     assert cluster.completion(digits(100, 5), path, max_tokens=2).status_code == 200
     after = cluster.pair(*pair)
     assert after["transport"] == "native"
-    assert after["handoffs_completed"] - before["handoffs_completed"] == 1
-    assert after["imported_tokens"] - before["imported_tokens"] == 100
+    assert after["handoffs_completed"] - before["handoffs_completed"] == 1, (before, after)
+    assert after["imported_tokens"] - before["imported_tokens"] == 100, (before, after)
     assert after["host_bytes"] > before["host_bytes"]
     assert after["reused_pages"] is None
     shown = {row["name"]: row for row in cluster.ps()["replicas"]}
@@ -68,13 +69,20 @@ def check_counted(cluster: Mixed, path: str) -> None:
 
 
 def check_leaving(cluster: Mixed, path: str, clients: int) -> None:
-    """U5, U34: wherever they leave, both ends are free soon, and the next text is right."""
+    """U5, U34: wherever they leave, both ends are free soon, and live on: SGLang's would end over
+    a page that is nobody's."""
+    lives = pids(cluster, path)
     begun = [threading.Thread(target=_leave, args=(cluster, path, n)) for n in range(clients)]
     for one in begun:
         one.start()
     for one in begun:
         one.join()
     cluster.wait("nothing in flight", cluster.idle, 15)
+    assert pids(cluster, path) == lives
+
+
+def pids(cluster: Mixed, path: str) -> list[int]:
+    return [cluster.replica(name)["pid"] for name in path.split(">")]
 
 
 def _leave(cluster: Mixed, path: str, seed: int) -> None:
@@ -95,6 +103,27 @@ def _leave(cluster: Mixed, path: str, seed: int) -> None:
         client.sendall(head.encode() + body)
         # whenever that is: any stage will do
         time.sleep(chance.uniform(0.0, 1.5))
+
+
+def check_killed(cluster: Mixed, path: str, alone: str, killed: str) -> None:
+    """U14, U35: the other end lives on, and hands over again with the process that comes instead.
+    An answer whose prompt has been handed over is whole without its prefill replica."""
+    ends = path.split(">")
+    other = next(name for name in ends if name != killed)
+    lives = cluster.replica(other)["pid"]
+    answering = Request(cluster, digits(130, 6), path=path, max_tokens=400, ignore_eos=True)
+    assert answering.begun.wait(60)
+    killed_s = time.monotonic()
+    cluster.kill(killed)
+    assert cluster.completion(digits(65, 2), path, max_tokens=2).status_code in (502, 503)
+    if killed == ends[0]:
+        answering.good()
+    else:
+        answering.told(killed, since_s=killed_s)
+    cluster.wait("the pair is back", cluster.ready, BACK_S)
+    check_answers(cluster, path, alone, 193)
+    assert cluster.replica(other)["pid"] == lives
+    assert cluster.replica(killed)["restarts"] >= 1
 
 
 def check_loopback(cluster: Mixed, *replicas: str) -> None:

@@ -11,14 +11,15 @@ from typing import Any
 
 import psutil
 from e2e.cluster import PDCTL, Cluster, engine_env
-from sshd import Machines
+from namespaces import Network
+from sshd import Machines, machines
 
 from pdctl.engines.channel import RUN_ENV
 from pdctl.runtime.cluster.state import ClusterRecord
 
 LEFT_S = 10.0
 """For what was told to end to be gone."""
-ROLES = {"p0": "prefill", "d0": "decode", "o0": "both"}
+ROLES = {"p0": "prefill", "d0": "decode", "o0": "both", "o1": "both"}
 
 
 def host_table(name: str, address: str, extra: str = "") -> str:
@@ -40,7 +41,7 @@ class OverSsh(Cluster):
     """Driven by `pdctl` on this machine; `down` is proven on all of them.
 
     Args:
-        where: p0, d0 and ordinary o0 → host; "local" is this machine.
+        where: of p0, d0 and ordinary o0 and o1 some → host; "local" is this machine.
         addresses: host → where its data plane is reached.
         router: the router's host.
     """
@@ -72,8 +73,9 @@ class OverSsh(Cluster):
         self.http.close()
         record = self.state_dir.read()
         if record is not None:
-            self.pdctl("down", self.topology)
+            said = self.pdctl("down", self.topology).stdout
             self.assert_nothing_left(record)
+            assert {n for n in self.where if str(self.log(n).parent) not in said} == set(), said
 
     def edit(self, old: str, new: str) -> None:
         text = self.topology.read_text()
@@ -125,6 +127,18 @@ class OverSsh(Cluster):
         trees = [self.state, *(machine.state_home for machine in self.far)]
         found = (path for tree in trees for path in tree.rglob("*"))
         return [path for path in found if path.is_file() and self.name in path.parts]
+
+
+@contextmanager
+def apart(net: Network, *names: str) -> Iterator[tuple[Machines, dict[str, str]]]:
+    """Machines behind SSH that each have an address on the network; host → address, this machine's
+    too."""
+    addresses = {"local": net.address}
+    with machines() as far:
+        for name in names:
+            addresses[name] = net.add(name)
+            far.add(name, far.environment, address=addresses[name], inside=net.inside(name))
+        yield far, addresses
 
 
 def processes(far: Machines, record: ClusterRecord) -> list[str]:

@@ -14,9 +14,10 @@ from e2e.asking import (
     check_next_is_right,
     check_over_buffer,
     check_over_context,
+    check_wrong_kv_fails_up,
 )
 from e2e.conftest import THREE_BUFFER_TOKENS, THREE_CONTEXT
-from e2e.crowd import Crowd, counted
+from e2e.crowd import check_leaving
 from e2e.mixed import Mixed
 from e2e.test_soak import clear_answers
 from engines.sglang_replicas import needs_sglang
@@ -102,30 +103,13 @@ def test_clients_that_leave_at_random_moments_take_nothing_with_them(
 ) -> None:
     """U1, U4, U5, U7, U34, R19: the others' answers are right, no handoff fails, nothing is
     left."""
-    answers = clear_answers(three, checkpoints["llama"], "md")
-    before, clients = counted(three, PAIRS), Crowd(three, answers, PAIRS, leaving=0.5)
-    clients.run(LOAD_S)
-    clients.check()
-    three.wait("nothing in flight", three.idle, 15)
-    after = counted(three, PAIRS)
-    for path in PAIRS:
-        gained = after[path] - before[path]
-        assert gained["handoffs_failed"] == 0
-        assert gained["handoffs_completed"] >= clients.served[path] > 0
-        check_next_is_right(three, path)
+    check_leaving(three, clear_answers(three, checkpoints["llama"], "md"), PAIRS, LOAD_S)
 
 
 @pytest.mark.parametrize("fault", ["write zeroes", "write shifts layers"])
 def test_wrong_kv_in_sglang_fails_the_up_that_brings_it(three: Mixed, fault: str) -> None:
     """U13, U16: exit 5, the pair is named, the cluster is as it was."""
-    three.write("mp1")
-    with three.faults.of(fault):
-        done = three.pdctl("up", three.topology, "--detach", check=False)
-    three.write()
-    assert done.returncode == 5, done.stdout + done.stderr
-    assert "mp1>sd failed its canary" in done.stderr
-    assert "the KV cache is not its own" in done.stderr
-    three.wait("every pair ready", three.ready)
+    check_wrong_kv_fails_up(three, fault, "mp1>sd")
     check_next_is_right(three, "vp>sd")
 
 

@@ -1,5 +1,5 @@
-"""`transport = "nixl"` as a user has it: SGLang prefills, vLLM decodes and reads pages out of its
-memory. The other pairs, bit for bit, are `tests/engine/test_sglang_vllm_nixl.py`."""
+"""`transport = "nixl"` as a user has it: vLLM decodes and reads pages out of SGLang's and
+vLLM's memory. The other pairs, bit for bit, are `tests/engine/test_sglang_vllm_nixl.py`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from e2e.mixed import Mixed
-from e2e.natives import check_answers, check_leaving, check_loopback
+from e2e.natives import check_answers, check_killed, check_leaving, check_loopback
 from engines.sglang_replicas import needs_sglang
 from engines.vllm_replicas import needs_vllm
 from tiny import digits
@@ -23,7 +23,7 @@ PAGE_BYTES = 128 << 10
 def pair(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mixed]:
     options = {"context_length": 2048, "handoff": 'transport = "nixl"'}
     folder = tmp_path_factory.mktemp("nixl")
-    with Mixed(folder, checkpoints["llama"], "sp vd", **options) as cluster:
+    with Mixed(folder, checkpoints["llama"], "sp vd vp", **options) as cluster:
         yield cluster
 
 
@@ -47,10 +47,16 @@ def test_the_way_of_its_pages_is_told(pair: Mixed) -> None:
 
 
 def test_nothing_listens_beyond_loopback(pair: Mixed) -> None:
-    check_loopback(pair, "sp", "vd")
+    check_loopback(pair, "sp", "vp", "vd")
 
 
 def test_clients_that_leave_leave_nothing(pair: Mixed) -> None:
     """R10: also while pages are read."""
     check_leaving(pair, PATH, 12)
     check_answers(pair, PATH, "vd", 130)
+
+
+@pytest.mark.parametrize("killed", ["sp", "vp"])
+def test_a_killed_prefill_replica_comes_back(pair: Mixed, killed: str) -> None:
+    """Decode goes on and reads the pages of the process that comes instead."""
+    check_killed(pair, f"{killed}>vd", "vd", killed)

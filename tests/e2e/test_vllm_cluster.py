@@ -13,8 +13,9 @@ from e2e.asking import (
     check_next_is_right,
     check_over_buffer,
     check_over_context,
+    check_wrong_kv_fails_up,
 )
-from e2e.crowd import Crowd, counted
+from e2e.crowd import Crowd, check_leaving, counted
 from e2e.mixed import BUFFER_TOKENS, CONTEXT, Mixed
 from e2e.test_soak import clear_answers
 from engines.vllm_replicas import needs_vllm
@@ -122,16 +123,7 @@ def test_clients_that_leave_at_random_moments_take_nothing_with_them(
     mixed: Mixed, answers: dict[str, str]
 ) -> None:
     """U1, U4, U5, U34, R19: the others' answers are right, no handoff fails, nothing is left."""
-    before, clients = counted(mixed, PAIRS), Crowd(mixed, answers, PAIRS, leaving=0.5)
-    clients.run(LOAD_S)
-    clients.check()
-    mixed.wait("nothing in flight", mixed.idle, 15)
-    after = counted(mixed, PAIRS)
-    for path in PAIRS:
-        gained = after[path] - before[path]
-        assert gained["handoffs_failed"] == 0
-        assert gained["handoffs_completed"] >= clients.served[path] > 0
-        check_next_is_right(mixed, path)
+    check_leaving(mixed, answers, PAIRS, LOAD_S)
 
 
 @pytest.mark.parametrize(
@@ -140,15 +132,7 @@ def test_clients_that_leave_at_random_moments_take_nothing_with_them(
 def test_wrong_kv_fails_the_up_that_brings_it(mixed: Mixed, fault: str, pair: str) -> None:
     """U13, U16: KV that is zero, K and V swapped, one page missing, layers shifted by one, RoPE's
     theta off: the canary catches it: exit 5, the pair is named, the cluster is as it was."""
-    mixed.write(next(name for name in pair.split(">") if name[-1] == "1"))
-    with mixed.faults.of(fault):
-        done = mixed.pdctl("up", mixed.topology, "--detach", check=False)
-    mixed.write()
-    assert done.returncode == 5, done.stdout + done.stderr
-    assert f"{pair} failed its canary" in done.stderr
-    assert "the KV cache is not its own" in done.stderr
-    mixed.wait("every pair ready", mixed.ready)
-    assert {r["name"] for r in mixed.status()["replicas"]} == {"vp", "vd", "mp", "md"}
+    check_wrong_kv_fails_up(mixed, fault, pair)
     check_next_is_right(mixed, "vp>vd")
 
 

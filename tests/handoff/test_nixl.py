@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import signal
@@ -269,3 +270,30 @@ def test_an_agent_that_was_closed_leaves_neither_threads_nor_descriptors() -> No
     while (after := held()) != before:
         assert time.monotonic() < deadline, (before, after)
         time.sleep(0.05)
+
+
+def test_the_thread_of_an_idle_agent_rests() -> None:
+    """It gives its core back by itself, again and again; one that only turns never does."""
+    before = rests_of_threads()
+    reach = NixlReach("p5", one_host=True)
+    try:
+        made = rests_of_threads().keys() - before.keys()
+        assert made
+        deadline = time.monotonic() + WAIT_S
+        at_first = rests_of_threads()
+        while not all(rests_of_threads()[each] >= at_first[each] + 10 for each in made):
+            assert time.monotonic() < deadline, (at_first, rests_of_threads())
+            time.sleep(0.05)
+    finally:
+        reach.close()
+
+
+def rests_of_threads() -> dict[int, int]:
+    """Thread of this process → how often it has waited for something."""
+    rests = {}
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            lines = (task / "status").read_text().splitlines()
+            found = next(line for line in lines if line.startswith("voluntary_ctxt_switches"))
+            rests[int(task.name)] = int(found.split()[1])
+    return rests

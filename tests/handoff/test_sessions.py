@@ -260,12 +260,26 @@ def test_begin_last_tells_whether_the_last_position_is_worth_exporting():
 
 
 def test_phases_are_observed():
-    """queue and transfer are the sender's phases, once per completed handoff."""
+    """queue and transfer are the sender's phases, once per completed handoff, of the replica and
+    of the pair."""
     with both_ends() as ends:
         for _ in range(3):
             ends.run(70, Sink())
-        phases = ends.sent.read().phases
-        assert {name: phase.count for name, phase in phases.items()} == {"queue": 3, "transfer": 3}
+        sent = ends.sent.read()
+        counts = {name: phase.count for name, phase in sent.phases.items()}
+        assert counts == {"queue": 3, "transfer": 3}
+        assert sent.pairs[ends.leg().decode].phases == sent.phases
+
+
+def test_a_round_trip_is_what_the_peers_proof_takes(transport):
+    """Known to the receiver once they have met; a connection that is used again adds nothing."""
+    with both_ends(transport) as ends:
+        ends.run(70, Sink())
+        met = ends.got.read().pairs[ends.leg().prefill].round_trip_s
+        assert 0 < met < WAIT_S
+        ends.run(70, Sink())
+        assert ends.got.read().pairs[ends.leg().prefill].round_trip_s == met
+        assert ends.sent.read().pairs[ends.leg().decode].round_trip_s is None
 
 
 def fail_both(ends: Ends, sink: Sink, *, leg=None, ours=(1, 2), theirs=(1, 2)):

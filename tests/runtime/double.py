@@ -56,12 +56,20 @@ class Handler(BaseHTTPRequestHandler):
         else:
             choice["text"] = " a" * count
         usage = {"prompt_tokens": 9, "completion_tokens": count, "total_tokens": 9 + count}
-        self.answer({"id": "x", "model": "x", "choices": [choice], "usage": usage})
+        whole = {"id": "x", "model": "x", "choices": [choice], "usage": usage}
+        if body.get("stream"):
+            choice["delta"] = choice.pop("message", None)
+            event = b"data: " + json.dumps(whole).encode() + b"\n\ndata: [DONE]\n\n"
+            self.send(event, "text/event-stream")
+        else:
+            self.answer(whole)
 
     def answer(self, content: object) -> None:
-        raw = json.dumps(content).encode()
+        self.send(json.dumps(content).encode(), "application/json")
+
+    def send(self, raw: bytes, content_type: str) -> None:
         self.send_response(200)
-        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Type", content_type)
         self.send_header("Content-Length", str(len(raw)))
         self.end_headers()
         self.wfile.write(raw)

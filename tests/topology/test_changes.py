@@ -183,7 +183,7 @@ def test_other_weights_under_the_same_path_are_refused() -> None:
 def test_other_hosts_are_refused() -> None:
     """No agent runs there, and the keeper stays where it is."""
     before = declared(BASE)
-    far = '[hosts.far]\naddress = "10.0.0.2"\n[[replicas]]'
+    far = '[hosts.far]\nssh = "far"\naddress = "10.0.0.2"\n[[replicas]]'
     text = BASE.replace('python = "/venv', 'address = "10.0.0.1"\npython = "/venv')
     text = text.replace("[[replicas]]", far, 1).replace('name = "d0"', 'name = "d0"\nhost = "far"')
     found = changes(before, declared(text, before=before))
@@ -195,7 +195,9 @@ def test_a_new_way_to_an_engine_on_another_host_has_a_port_of_its_own() -> None:
     """What runs there is not in the way: a replica comes, or is reached at another port, with a
     forward that was not there before."""
     base = BASE.replace('python = "/venv', 'address = "10.0.0.1"\npython = "/venv')
-    base = base.replace("[[replicas]]", '[hosts.far]\naddress = "10.0.0.2"\n[[replicas]]', 1)
+    base = base.replace(
+        "[[replicas]]", '[hosts.far]\nssh = "far"\naddress = "10.0.0.2"\n[[replicas]]', 1
+    )
     base = base.replace('name = "d0"', 'name = "d0"\nhost = "far"')
     found = changed(add=P1.replace('name = "p1"', 'name = "p1"\nhost = "far"'), text=base)
     assert (found.refused, found.added, found.restarted) == ((), ("p1",), {})

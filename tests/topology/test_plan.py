@@ -76,7 +76,7 @@ def test_the_data_host_is_loopback_unless_a_peer_is_elsewhere() -> None:
     """U15: what is advertised is what peers can dial."""
     assert derive(topology(GOOD)).replica("p0").data_host == "127.0.0.1"
     apart = edited('name = "d0"', 'name = "d0"\nhost = "b"') + (
-        '[hosts.b]\n[hosts.local]\naddress = "192.168.1.2"\n'
+        '[hosts.b]\nssh = "b"\n[hosts.local]\naddress = "192.168.1.2"\n'
     )
     assert derive(topology(apart)).replica("p0").data_host == "192.168.1.2"
     own = apart.replace('name = "p0"', 'name = "p0"\naddress = "10.0.0.7"')
@@ -87,7 +87,7 @@ def test_the_data_host_is_loopback_unless_a_peer_is_elsewhere() -> None:
 def test_ports_belong_to_the_host_that_listens_on_them() -> None:
     """The router's host has its bind and the near ends of the routes to other hosts."""
     apart = edited('name = "d0"', 'name = "d0"\nhost = "b"') + (
-        '[hosts.b]\n[hosts.local]\naddress = "192.168.1.2"\n'
+        '[hosts.b]\nssh = "b"\n[hosts.local]\naddress = "192.168.1.2"\n'
     )
     plan = derive(topology(apart))
     p0, d0 = plan.replica("p0"), plan.replica("d0")

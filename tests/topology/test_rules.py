@@ -105,13 +105,13 @@ def test_ports_of_different_hosts_do_not_clash() -> None:
     """U25: only ports of one host can collide; the router's port counts on its host."""
     two = edited('name = "d0"', 'name = "d0"\nhost = "b"\nhttp_port = 8000')
     two = two.replace('name = "p0"', 'name = "p0"\naddress = "10.0.0.1"\nhttp_port = 9000')
-    assert codes(two + "[hosts.b]\n") == []
+    assert codes(two + '[hosts.b]\nssh = "b"\n') == []
 
 
 def test_a_sender_needs_an_address_that_others_can_dial() -> None:
     """U31: a prefill replica whose decode peer is on another host needs an address; R59: a
     wildcard is not one."""
-    apart = edited('name = "d0"', 'name = "d0"\nhost = "b"') + "[hosts.b]\n"
+    apart = edited('name = "d0"', 'name = "d0"\nhost = "b"') + '[hosts.b]\nssh = "b"\n'
     assert codes(apart) == ["no_address"]
     assert codes(apart + '[hosts.local]\naddress = "192.168.1.2"\n') == []
     assert codes(apart + '[hosts.local]\naddress = "fe80::1"\n') == []
@@ -168,24 +168,22 @@ def test_a_small_budget_is_warned_with_the_longest_prompt() -> None:
     assert rules.check_buffer(roomy, contract()) == []
 
 
-def far(address: str, d_ssh: str = 'ssh = "b"') -> str:
+def far(address: str) -> str:
     """p0 at `address` on a host with SSH, d0 on another."""
     text = edited('name = "p0"', 'name = "p0"\nhost = "a"')
     text = text.replace('name = "d0"', 'name = "d0"\nhost = "b"')
-    return f'{text}[hosts.a]\nssh = "a"\naddress = "{address}"\n[hosts.b]\n{d_ssh}\n'
+    return f'{text}[hosts.a]\nssh = "a"\naddress = "{address}"\n[hosts.b]\nssh = "b"\n'
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.8.0.1", "::1", "localhost", "[::1]"])
 def test_a_loopback_address_is_no_way_to_another_host(address: str) -> None:
     """R59, U31: refused from the file alone, naming the replica, the address and the other
-    host; between two names of one machine it is a way."""
+    host."""
     told = [d for d in found(far(address)) if d.code == "topology.loopback_address"]
     assert len(told) == 1
     assert told[0].summary.startswith('replica "p0": its address ')
     assert told[0].summary.endswith('which decode replica "d0" on host "b" can\'t dial')
     assert told[0].field == "hosts.a.address"
-    one_machine = far(address, "").replace('ssh = "a"\n', "")
-    assert "loopback_address" not in codes(one_machine)
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0", "::", "[::]"])
@@ -226,10 +224,28 @@ def test_a_router_elsewhere_can_not_reach_this_machine() -> None:
     assert "no_route" not in codes(far("10.0.0.1"))
 
 
+def test_this_machine_is_one_host() -> None:
+    """Two hosts without a destination would be one machine with two agents: each further one is
+    named once, and nothing else is said of it."""
+    two = edited('name = "p0"', 'name = "p0"\nhost = "gpu"').replace(
+        'name = "d0"', 'name = "d0"\nhost = "gpu"'
+    )
+    (told,) = found(two + "[hosts.gpu]\n")
+    assert (told.code, told.replica, told.field) == (
+        *("topology.one_machine", "p0"),
+        "replicas[0].host",
+    )
+    assert 'its host "gpu" is this machine, and so is the router\'s host "local"' in told.summary
+    assert codes(two.replace("[router]", '[router]\nhost = "gpu"') + "[hosts.gpu]\n") == []
+    apart = two.replace('"d0"\nhost = "gpu"', '"d0"\nhost = "box"') + "[hosts.gpu]\n[hosts.box]\n"
+    assert codes(apart) == ["one_machine"] * 2
+    assert codes(GOOD + "[hosts.gpu]\n") == []
+
+
 def test_prefixes_are_read_where_a_tokenizer_is() -> None:
     """U24: without token ids there is no key; it is said before anything is launched."""
     here = edited("[router]", '[router]\npolicy = "prefix"')
     assert codes(here) == []
-    away = here.replace("[router]", '[router]\nhost = "door"') + "\n[hosts.door]\n"
+    away = far("10.0.0.1").replace("[router]", '[router]\npolicy = "prefix"')
     assert codes(away) == ["unread_prefixes"]
     assert found(away)[0].severity is Severity.WARNING

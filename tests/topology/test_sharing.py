@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from engines.specs import CONTRACT
 from topology.texts import GOOD, ORDINARY
 
 from pdctl.topology.changes import Declared, changes
 from pdctl.topology.load import loads
+from pdctl.topology.model import Role
 from pdctl.topology.plan import derive
 
 HEAD = GOOD.partition("[[replicas]]")[0]
@@ -58,10 +60,22 @@ def test_stores_of_two_hosts_have_ports_of_their_own() -> None:
     assert not changes(first, more).refused
 
 
-def test_pairs_share_nothing() -> None:
-    """Beside pairs the ordinary replicas share; a host of pairs alone has no store."""
+def test_a_host_of_pairs_alone_has_no_store() -> None:
+    """Beside pairs the ordinary replicas share."""
     text = GOOD + SHARING + HOSTS + ordinary("o0", "gpu1") + ordinary("o1", "gpu1")
     assert [store.host for store in declared(text).plan.stores] == ["gpu1"]
+
+
+@pytest.mark.parametrize(
+    ("native", "users"), [(False, {"p0", "d0", "o0", "o1"}), (True, {"o0", "o1"})]
+)
+def test_who_uses_the_store_of_its_host(native: bool, users: set[str]) -> None:
+    """Every replica on it, but for those whose engine has a handoff of its own."""
+    plan = declared(GOOD + SHARING + ordinary("o0") + ordinary("o1")).plan
+    replicas = [
+        msgspec.structs.replace(r, native=native and r.role is not Role.BOTH) for r in plan.replicas
+    ]
+    assert {r.name for r in replicas if plan.store_of(r) is not None} == users
 
 
 def test_without_sharing_there_is_no_store() -> None:

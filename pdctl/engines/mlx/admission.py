@@ -69,7 +69,7 @@ class Admission:
         except HandoffError as error:
             raise failure_of(error) from error
         try:
-            self._start(call, asked.leg, role)
+            self._start(call, asked, role)
         except BaseException as error:
             self._engine.end(call, error)
             raise failure_of(error) from error
@@ -146,22 +146,32 @@ class Admission:
         call.args.max_tokens = max(1, min(call.args.max_tokens, limit - count))
 
     def _start_alone(self, call: Call) -> None:
-        """A prompt within one page is not shared: it would take a page to save less of one."""
-        if self._store is None or not call.keeps_prefix or len(call.prompt.tokens) <= PAGE_TOKENS:
+        shared = self._shared(call) if call.keeps_prefix else None
+        if shared is None:
             self._engine.insert(call)
             return
-        shared = SharedPrefix(self._engine, call, self._store)
         call.leg = shared
         shared.start()
 
-    def _start(self, call: Call, leg: Leg | None, role: Role | None) -> None:
+    def _shared(self, call: Call) -> SharedPrefix | None:
+        """A prompt within one page is not shared: it would take a page to save less of one."""
+        if self._store is None or len(call.prompt.tokens) <= PAGE_TOKENS:
+            return None
+        return SharedPrefix(self._engine, call, self._store)
+
+    def _start(self, call: Call, asked: Asked, role: Role | None) -> None:
+        leg = asked.leg
         if leg is None or role is None:
             self._start_alone(call)
         elif role is Role.PREFILL and self._sender is not None:
-            sending = PrefillLeg(self._engine, call, leg, self._engine.contract.dtype)
+            shared = self._shared(call) if asked.keeps_prefix else None
+            sending = PrefillLeg(self._engine, call, leg, shared)
             call.leg = sending
             sending.start(self._sender)
         elif self._receiver is not None:
-            receiving = DecodeLeg(self._engine, call, leg, recomputes=self._recomputes)
+            store = self._store if asked.keeps_prefix else None
+            receiving = DecodeLeg(
+                *(self._engine, call, leg), recomputes=self._recomputes, store=store
+            )
             call.leg = receiving
             receiving.start(self._receiver)

@@ -67,13 +67,13 @@ class Batch:
     def insert(self, call: Call) -> None:
         """Adds a call: on what its leg imported, on the longest prefix kept, or from nothing."""
         tokens = call.prompt.tokens
-        memory = call.leg.memory if isinstance(call.leg, DecodeLeg | SharedPrefix) else None
-        if memory is not None and isinstance(call.leg, DecodeLeg):
+        leg, shared = call.leg, _shared(call)
+        if isinstance(leg, DecodeLeg) and leg.memory is not None:
             # n-1 positions came, so exactly the last token is left to compute
-            caches, held, segments = memory.caches(), memory.positions, [tokens[-1:]]
+            caches, held, segments = leg.memory.caches(), leg.memory.positions, [tokens[-1:]]
             self._imported.append(call)
-        elif memory is not None:
-            caches, held = memory.caches(), memory.positions
+        elif shared is not None and shared.memory is not None:
+            caches, held = shared.memory.caches(), shared.memory.positions
             segments = self._remaining(call, held)
         else:
             caches, held = self.kept_prefix(call)
@@ -127,8 +127,8 @@ class Batch:
     def kept_prefix(self, call: Call) -> tuple[list[SequenceCache], int]:
         """The nearest prefix that the library's prompt cache keeps, never the whole prompt.
 
-        Handoffs read and write no prefixes in this version, so that what is imported is always
-        n-1 positions and what is exported was computed by one chain of kernels.
+        Handoffs read and write none: decode replicas import what their host's page store has
+        not, and prefill replicas compute what theirs has not.
         """
         if call.kept is None:
             call.kept = self._nearest(call) if call.keeps_prefix else None
@@ -162,18 +162,24 @@ class Batch:
         for call in self._imported:
             if isinstance(call.leg, DecodeLeg):
                 call.leg.started_at = monotonic_s()
-                self._board.observe("import", call.leg.started_at - call.leg.committed_at)
+                waited_s = call.leg.started_at - call.leg.committed_at
+                self._board.observe("import", waited_s, call.leg.peer)
         self._imported.clear()
 
     def _computed(self, call: Call, caches: list[Any], row: int, positions: int) -> None:
-        if isinstance(call.leg, PrefillLeg | SharedPrefix):
+        if isinstance(call.leg, PrefillLeg):
             call.leg.computed(caches, row, positions)
+        if (shared := _shared(call)) is not None:
+            shared.computed(caches, row, positions)
 
     def _progressed(self, call: Call, progress: Any) -> None:
         if progress.end_of_prompt:
             self._board.add(prompt_tokens=progress.progress[1])
             first = versions.first_token(self._generator, progress.uid)
             if isinstance(call.leg, PrefillLeg):
+                if call.leg.shared is not None:
+                    # what has been sampled leaves the batch
+                    call.leg.shared.computed(first.caches, first.row, len(call.prompt.tokens))
                 call.leg.sampled(first.token, first.caches, first.row)
                 self.remove(call)
             elif call.args.max_tokens > 1 and versions.matches_nothing(call.stops, first):
@@ -204,7 +210,8 @@ class Batch:
         if raw.finish_reason is not None:
             text.finalize()
         if call.tokens_sampled == 0 and isinstance(call.leg, DecodeLeg) and call.leg.started_at:
-            self._board.observe("first_token", monotonic_s() - call.leg.started_at)
+            took_s = monotonic_s() - call.leg.started_at
+            self._board.observe("first_token", took_s, call.leg.peer)
         logprob = raw.logprobs[raw.token].item()
         top = library._format_top_logprobs(raw.logprobs, call.args.top_logprobs, self._tokenizer)
         call.answer(
@@ -225,3 +232,10 @@ class Batch:
         if self._cache_bytes is not None:
             active = self._generator.prompt_cache_nbytes
             self._prefixes.trim_to(n_bytes=self._cache_bytes - active)
+
+
+def _shared(call: Call) -> SharedPrefix | None:
+    """Its prompt's pages in the host's page store."""
+    if isinstance(call.leg, PrefillLeg):
+        return call.leg.shared
+    return call.leg if isinstance(call.leg, SharedPrefix) else None

@@ -206,6 +206,6 @@ def _asked(body: dict[str, Any]) -> Asked:
     if leg is None:
         return Asked(keeps_prefix=keeps, salt=salt)
     try:
-        return Asked(leg=msgspec.convert(leg, Leg))
+        return Asked(leg=msgspec.convert(leg, Leg), keeps_prefix=keeps, salt=salt)
     except msgspec.ValidationError as error:
         raise refused(f"pdctl: {error}", "pdctl") from None

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pdctl.engines.ahead import take_ahead
 from pdctl.engines.interface import Leg
 from pdctl.engines.mlx import versions
 from pdctl.engines.mlx.call import Call
@@ -17,11 +19,13 @@ from pdctl.engines.mlx.importer import ImportedCache
 from pdctl.errors import HandoffCancelled, HandoffError, HandoffExpired
 from pdctl.handoff.seam import Incoming, Outgoing, ReceivingEnd, SendingEnd
 from pdctl.handoff.sink import Want
-from pdctl.topology.model import Dtype
+from pdctl.handoff.store.interface import PageStore
+from pdctl.topology.model import PAGE_TOKENS
 from pdctl.trace import monotonic_s
 
 if TYPE_CHECKING:
     from pdctl.engines.mlx.loop import EngineLoop
+    from pdctl.engines.mlx.shared import SharedPrefix
 
 log = logging.getLogger("pdctl.engines.mlx")
 
@@ -31,13 +35,18 @@ class PrefillLeg:
 
     The HTTP answer needs both the first token (loop's thread) and the handoff's end (any
     thread); whichever comes second gives it.
+
+    Args:
+        shared: the prompt's pages in the host's page store; None: it is computed whole.
     """
 
-    def __init__(self, engine: EngineLoop, call: Call, leg: Leg, dtype: Dtype) -> None:
+    def __init__(
+        self, engine: EngineLoop, call: Call, leg: Leg, shared: SharedPrefix | None = None
+    ) -> None:
         self._engine = engine
         self._call = call
         self._leg = leg
-        self._dtype = dtype
+        self.shared = shared
         self._lock = threading.Lock()
         self._outbound: Outgoing | None = None
         self._export: Export | None = None
@@ -61,23 +70,29 @@ class PrefillLeg:
     def _reserved(self, outbound: Outgoing) -> None:
         with self._lock:
             self._outbound = outbound
-            self._export = Export(outbound, self._dtype)
+            self._export = Export(outbound, self._engine.contract.dtype)
         self._reserved_at = monotonic_s()
-        self._engine.insert(self._call)
+        if self.shared is None:
+            self._engine.insert(self._call)
+        else:
+            # it waits for the store, and for memory
+            threading.Thread(target=self.shared.start, name="pdctl-import", daemon=True).start()
 
     def computed(self, caches: list[Any], row: int, positions: int) -> None:
         """Loop's thread, after a step: `positions` of the prompt stand in the caches."""
         if self._export is None:
             return
         if self._export.held < positions == len(self._call.prompt.tokens) - 1:
-            self._engine.board.observe("prefill", monotonic_s() - self._reserved_at)
+            took_s = monotonic_s() - self._reserved_at
+            self._engine.board.observe("prefill", took_s, self._leg.decode)
         self._export.take(caches, row, positions)
 
     def sampled(self, token: int, caches: list[Any], row: int) -> None:
         """Loop's thread, once: the prompt's last forward has ended."""
         assert self._outbound is not None
-        if self._outbound.begin_last():
-            self.computed(caches, row, len(self._call.prompt.tokens))
+        count = len(self._call.prompt.tokens)
+        # where all but the last position came from a store, no step before this one had any
+        self.computed(caches, row, count if self._outbound.begin_last() else count - 1)
         self._outbound.finish(token)
         with self._lock:
             self._answer = versions.response("", token, 0.0, "length", (), None)
@@ -100,6 +115,8 @@ class PrefillLeg:
         self._engine.end(self._call)
 
     def release(self, error: BaseException | None) -> None:
+        if self.shared is not None:
+            self.shared.release(error)
         with self._lock:
             outbound = self._outbound
         if outbound is None or error is None:
@@ -113,16 +130,31 @@ class PrefillLeg:
 
 
 class DecodeLeg:
-    """A `PageSink`: receives the prompt's first n-1 positions, then joins the batch."""
+    """A `PageSink`: receives the prompt's first n-1 positions, from the host's page store as far
+    as that has them, then joins the batch.
 
-    def __init__(self, engine: EngineLoop, call: Call, leg: Leg, *, recomputes: bool) -> None:
+    Args:
+        store: None: nothing is taken from one.
+    """
+
+    def __init__(
+        self,
+        engine: EngineLoop,
+        call: Call,
+        leg: Leg,
+        *,
+        recomputes: bool,
+        store: PageStore | None = None,
+    ) -> None:
         self._engine = engine
         self._call = call
         self._leg = leg
         self._recomputes = recomputes
+        self._store = store
         self._granted = threading.Event()
         self._inbound: Incoming | None = None
         self._refusal: Exception | None = None
+        self.peer = leg.prefill
         self.memory: ImportedCache | None = None
         self.committed_at = 0.0
         self.started_at = 0.0
@@ -155,7 +187,17 @@ class DecodeLeg:
             raise HandoffCancelled("the request has ended")
         if self._refusal is not None:
             raise HandoffError(f"no memory for {self.positions} positions: {self._refusal}")
-        return Want(tokens=self.positions)
+        return Want(tokens=self.positions, held_tokens=self._taken_ahead())
+
+    def _taken_ahead(self) -> int:
+        tokens, salt = self._call.prompt.tokens, self._call.salt
+        if self._store is None:
+            return 0
+        return take_ahead(self._store, tokens, salt, held=0, stop=self.positions, fill=self._fill)
+
+    def _fill(self, pages: Sequence[NDArray[np.uint16]], start: int, stop: int) -> None:
+        for place in range(start // PAGE_TOKENS, -(-stop // PAGE_TOKENS)):
+            self.write(place, 0, pages[place])
 
     def write(self, page: int, first_layer: int, piece: NDArray[np.uint16]) -> None:
         assert self.memory is not None

@@ -1,5 +1,5 @@
-"""An ordinary request's use of its host's page store: what is held there is not computed, and
-what was computed is put there."""
+"""A computed prompt's use of its host's page store: what is held there is not computed, and what
+was computed is put there. On prefill replicas beside the handoff."""
 
 from __future__ import annotations
 

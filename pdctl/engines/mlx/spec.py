@@ -42,6 +42,7 @@ class MlxSpec:
     owned_options = frozenset(OWNED)
     not_with_sharing: frozenset[str] = frozenset()
     constraints: frozenset[str] = frozenset()
+    over_context: tuple[str, ...] = ()
     ranking: Mapping[str, Any] = {"logprobs": True, "top_logprobs": 10}
 
     def check(self, replica: Replica) -> list[Diagnostic]:

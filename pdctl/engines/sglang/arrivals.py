@@ -18,6 +18,7 @@ from sglang.srt.managers.utils import is_health_check_generate_req
 
 from pdctl.engines.interface import Leg
 from pdctl.engines.sglang.joining import board
+from pdctl.engines.sglang.sharing import past_stores, salt_of
 from pdctl.engines.sglang.spec import LEG_FIELD, failure_text
 from pdctl.errors import BudgetExceeded, HandoffError, ProtocolViolation
 
@@ -53,7 +54,8 @@ def to_decode(
         return
     original(queue, req, *rest, **named)
     if queue.queue and queue.queue[-1].req is req:
-        _begin(queue.queue[-1].kv_receiver, leg, req)
+        salt = None if past_stores(req) else salt_of(req)
+        _begin(queue.queue[-1].kv_receiver, leg, req, salt=salt)
 
 
 def computed(streamer: Any, reqs: Iterable[Any], *_: Any, **__: Any) -> None:
@@ -81,9 +83,9 @@ def _count(reqs: Iterable[Any]) -> None:
             counts.add(prompt_tokens=len(req.origin_input_ids), output_tokens=len(req.output_ids))
 
 
-def _begin(end: Any, leg: Leg, req: Any) -> None:
+def _begin(end: Any, leg: Leg, req: Any, **named: Any) -> None:
     try:
-        end.begin(leg, list(req.origin_input_ids))
+        end.begin(leg, list(req.origin_input_ids), **named)
     # one request's end must not be the scheduler's, which all share (R34)
     except Exception as error:
         log.exception("room=%s the leg did not begin", leg.room)

@@ -83,8 +83,8 @@ class Exchange(BaseKVManager):  # type: ignore[misc]
             raise HandoffError(f'replica "{self.session.replica}" receives nothing')
         return self.session.receiver
 
-    def observe(self, phase: str, seconds: float) -> None:
-        self.session.board.observe(phase, seconds)
+    def observe(self, phase: str, seconds: float, peer: str) -> None:
+        self.session.board.observe(phase, seconds, peer)
 
     def report(self, leg: Leg, side: str, error: HandoffError) -> None:
         """A leg that ended before its handoff began."""

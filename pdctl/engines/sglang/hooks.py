@@ -92,6 +92,11 @@ HOOKS = (
         queueing.computed,
     ),
     Hook(
+        f"{_SRT}.disaggregation.prefill.SchedulerDisaggregationPrefillMixin"
+        ".process_batch_result_disagg_prefill",
+        queueing.computed,
+    ),
+    Hook(
         f"{_SRT}.entrypoints.openai.serving_completions.OpenAIServingCompletion"
         "._convert_to_internal_request",
         naming.without_texts,

@@ -50,7 +50,7 @@ def board() -> CounterBoard:
 
 
 def sharing() -> Sharing | None:
-    """This process's, where it is of an ordinary replica that shares its prefixes."""
+    """This process's, where it is of an ordinary or a prefill replica that shares its prefixes."""
     return _sharing
 
 
@@ -83,7 +83,10 @@ def join(_: Any, scheduler: Any) -> None:
         queue = scheduler.disagg_prefill_bootstrap_queue or scheduler.disagg_decode_prealloc_queue
         queue.kv_manager.join(session, pool, scheduler)
     _open(session, loaded(scheduler), pool)
-    if pool is not None and session.store is not None:
+    # a prefill replica without a radix cache hands over all the same; decode asks for itself
+    caches = not scheduler.server_args.disable_radix_cache
+    looks = assigned.role is Role.BOTH or (assigned.role is Role.PREFILL and caches)
+    if pool is not None and session.store is not None and looks:
         _sharing = _opened_sharing(scheduler, session.store, pool, assigned.contract)
     if assigned.role is Role.PREFILL and pool is not None and pool.leaves_by_layer:
         _stepping = _opened_stepping(pool)

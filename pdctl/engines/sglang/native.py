@@ -1,15 +1,18 @@
 """SGLang's own NIXL backend, as a replica of a cluster (`transport = "native"`).
 
 It is SGLang's in everything that moves the KV cache. Added is: what it listens on is the address
-that the topology names; host memory is called host memory; and its legs are counted, and their
-failures told, where SGLang itself learns of their end.
+that the topology names; host memory is called host memory; between CPUs its NIXL rests while
+nothing moves; and its legs are counted, and their failures told, where SGLang itself learns of
+their end.
 
 All methods but the bootstrap server's are called by the scheduler's thread.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
 
 from sglang.srt.disaggregation.base.conn import KVPoll
@@ -26,6 +29,7 @@ from pdctl.engines.interface import Leg
 from pdctl.engines.session import Session
 from pdctl.errors import HandoffError, PeerLost
 from pdctl.handoff.counters import OF_PAGES
+from pdctl.handoff.transport.progress import resting
 
 ASKED_TO_END = "Aborted by"
 """How SGLang says that the other end of a leg was told to end it."""
@@ -46,7 +50,8 @@ class NativeManager(NixlKVManager):  # type: ignore[misc]
             # else SGLang registers it as a GPU's
             args.kv_data_mem_kinds = ["DRAM"] * len(args.kv_data_ptrs)
         self._session: Session | None = None
-        super().__init__(args, mode, server_args, *rest, **named)
+        with resting(import_module("nixl")) if self.on_host else contextlib.nullcontext():
+            super().__init__(args, mode, server_args, *rest, **named)
 
     def register_to_bootstrap(self) -> None:
         self.bootstrap_host = self.local_ip
@@ -106,7 +111,8 @@ class Counted:
     kv_mgr: NativeManager
     bootstrap_room: int
 
-    def begin(self, leg: Leg, token_ids: Sequence[int]) -> None:
+    def begin(self, leg: Leg, token_ids: Sequence[int], salt: str | None = None) -> None:
+        """Counts from here on. Of a page store, which `salt` would be for, it takes nothing."""
         peer = leg.decode if self.side == "prefill" else leg.prefill
         self.tokens = len(token_ids)
         self.account = Account(self.kv_mgr, leg, self.side, peer)

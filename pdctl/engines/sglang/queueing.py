@@ -34,7 +34,8 @@ def idle(original: Callable[..., bool], scheduler: Any, *rest: Any, **named: Any
 
 
 def computed(original: Callable[..., Any], processor: Any, batch: Any, *rest: Any) -> Any:
-    """Around a step's result in which prompts were computed."""
+    """Around a step's result in which prompts were computed, on an ordinary replica or on one of
+    prefill."""
     sharing = joining.sharing()
     if sharing is None:
         return original(processor, batch, *rest)

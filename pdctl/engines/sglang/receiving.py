@@ -20,6 +20,7 @@ from typing import Any
 
 from sglang.srt.disaggregation.base.conn import BaseKVReceiver, KVPoll
 
+from pdctl.engines.ahead import take_ahead
 from pdctl.engines.interface import Leg
 from pdctl.engines.sglang.exchange import Exchange
 from pdctl.engines.sglang.pool import Part
@@ -49,10 +50,15 @@ class DecodeLeg(BaseKVReceiver):  # type: ignore[misc]
         self._inbound: Incoming | None = None
         self._error: HandoffError | None = None
         self._observed = False
+        self._peer = ""
 
-    def begin(self, leg: Leg, token_ids: Sequence[int]) -> None:
-        """Dials the sender. What is wrong with the leg shows at the next `poll`."""
-        self.landing = Landing(self.kv_mgr, leg.room, len(token_ids))
+    def begin(self, leg: Leg, token_ids: Sequence[int], salt: str | None = None) -> None:
+        """Dials the sender. What is wrong with the leg shows at the next `poll`.
+
+        Args:
+            salt: of the prompt's pages in the host's page store; None: nothing comes from there.
+        """
+        self.landing, self._peer = Landing(self.kv_mgr, leg.room, token_ids, salt), leg.prefill
         try:
             self._inbound = self.kv_mgr.receiver.fetch(leg, token_ids, self.landing)
         except HandoffError as error:
@@ -117,13 +123,16 @@ class DecodeLeg(BaseKVReceiver):  # type: ignore[misc]
     def _observe(self, committed_at: float) -> None:
         if not self._observed:
             self._observed = True
-            self.kv_mgr.observe("import", monotonic_s() - committed_at)
+            self.kv_mgr.observe("import", monotonic_s() - committed_at, self._peer)
 
 
 class Landing:
-    """A `DeviceSink`: all positions of a prompt and the prefill replica's first token."""
+    """A `DeviceSink`: all positions of a prompt, from the host's page store as far as that has
+    them, and the prefill replica's first token."""
 
-    def __init__(self, exchange: Exchange, room: int, tokens: int) -> None:
+    def __init__(
+        self, exchange: Exchange, room: int, token_ids: Sequence[int], salt: str | None
+    ) -> None:
         self.error: HandoffError | None = None
         """Set once nothing is written any more."""
         self.committed_at: float | None = None
@@ -132,7 +141,8 @@ class Landing:
         """SGLang has asked for the end, perhaps too late for the handoff."""
         self._exchange = exchange
         self._room = room
-        self._tokens = tokens
+        self._token_ids, self._tokens = token_ids, len(token_ids)
+        self._salt = salt
         self._answered = threading.Event()
         self._blocks: list[int] = []
         self._held = 0
@@ -158,7 +168,26 @@ class Landing:
             raise HandoffExpired("the decode engine had no free blocks before the deadline")
         if self.left:
             raise HandoffCancelled("the request has ended")
-        return Want(tokens=self._tokens, held_tokens=self._held, first_token=True)
+        return Want(tokens=self._tokens, held_tokens=self._taken_ahead(), first_token=True)
+
+    def _taken_ahead(self) -> int:
+        store = self._exchange.session.store
+        if store is None or self._salt is None:
+            return self._held
+        return take_ahead(
+            *(store, self._token_ids, self._salt),
+            held=self._held,
+            stop=self._tokens,
+            fill=self._fill,
+        )
+
+    def _fill(self, pages: Sequence[Patterns], start: int, stop: int) -> None:
+        try:
+            for page in range(start // PAGE_TOKENS, stop // PAGE_TOKENS):
+                self.write(page, 0, pages[page])
+        finally:
+            # nobody else flushes this thread's pieces, and the loan's memory goes after it
+            self._exchange.pool.flush()
 
     def write(self, page: int, first_layer: int, piece: Patterns) -> None:
         self._exchange.pool.write(*self._place_of(page), first_layer, piece)

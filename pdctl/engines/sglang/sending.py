@@ -48,6 +48,7 @@ class PrefillLeg(BaseKVSender):  # type: ignore[misc]
         self._room = bootstrap_room
         self._outbound: Outgoing | None = None
         self._tokens = 0
+        self._peer = ""
         self._reserved_at: float | None = None
         self._error: HandoffError | None = None
         self._settled = False
@@ -62,7 +63,7 @@ class PrefillLeg(BaseKVSender):  # type: ignore[misc]
 
     def begin(self, leg: Leg, token_ids: Sequence[int]) -> None:
         """Opens the room. What is wrong with it shows at the next `poll`."""
-        self._tokens = len(token_ids)
+        self._tokens, self._peer = len(token_ids), leg.decode
         try:
             self._outbound = self.kv_mgr.sender.admit(
                 leg, token_ids, on_reserved=self._on_reserved, on_settled=self._on_settled
@@ -91,7 +92,7 @@ class PrefillLeg(BaseKVSender):  # type: ignore[misc]
         self._given += len(blocks)
         token = self.kv_mgr.first_token(self._row) if self._given >= self._blocks else None
         if token is not None and self._reserved_at is not None:
-            self.kv_mgr.observe("prefill", computed_at - self._reserved_at)
+            self.kv_mgr.observe("prefill", computed_at - self._reserved_at, self._peer)
         if self._outbound is not None and self._stepped >= self._stop(self._given):
             if token is not None:
                 self._outbound.finish(token)

@@ -1,4 +1,4 @@
-"""Prompts of an ordinary replica and the host's page store, in SGLang's scheduler.
+"""Prompts of an ordinary or a prefill replica and the host's page store, in SGLang's scheduler.
 
 SGLang's own way to an outer store, HiCache, goes through a pool in host memory that only CUDA and
 HIP kernels copy to, and hands on neither tokens nor a prompt's partial tail. So pages go straight
@@ -30,6 +30,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pdctl.engines.copier import Copier
+from pdctl.engines.sglang.spec import CACHE_FIELD
 from pdctl.handoff.page import PageGeometry, Patterns
 from pdctl.handoff.store.interface import Loan, PageStore
 from pdctl.topology.model import PAGE_TOKENS
@@ -109,6 +110,8 @@ class Sharing:
         usable = prompt.usable_pages
         try:
             # one that was retracted has been computed once
+            if past_stores(req):
+                return
             if usable and not req.output_ids and self._tree.held(req, usable).pages < usable:
                 self._ask(req, prompt)
         # a prompt that can't be looked for is computed
@@ -117,8 +120,7 @@ class Sharing:
             prompt.standing = Standing.READY
 
     def _ask(self, req: Any, prompt: Prompt) -> None:
-        salt = "\0".join(filter(None, (req.cache_salt, req.extra_key)))
-        found = self._store.prompt(list(req.origin_input_ids), salt)
+        found = self._store.prompt(list(req.origin_input_ids), salt_of(req))
         prompt.keys = found.stored()
         prompt.standing = Standing.ASKED
         self._store.hold_soon(
@@ -246,6 +248,16 @@ class Sharing:
     def _saved(self, lock: Lock) -> None:
         self.moving -= 1
         self._tree.unlock(lock)
+
+
+def salt_of(req: Any) -> str:
+    return "\0".join(filter(None, (req.cache_salt, req.extra_key)))
+
+
+def past_stores(req: Any) -> bool:
+    """Whether a handoff is to be computed and sent whole."""
+    params = req.sampling_params.custom_params
+    return isinstance(params, dict) and params.get(CACHE_FIELD) is False
 
 
 def _guarded(step: Callable[[], None]) -> None:

@@ -33,6 +33,8 @@ NATIVE = "nixl"
 
 LEG_FIELD = "pdctl"
 """Of `custom_params`."""
+CACHE_FIELD = "pdctl_cache"
+"""The same; false: past the hosts' page stores."""
 
 QUIET_ENV = {
     "HF_HUB_OFFLINE": "1",
@@ -102,6 +104,7 @@ class SglangSpec:
     owned_options = frozenset(OWNED)
     not_with_sharing = frozenset({"disable_radix_cache"})
     constraints = CONSTRAINTS
+    over_context: tuple[str, ...] = ("model's context length", "model's maximum context length")
     ranking: Mapping[str, Any] = {"logprobs": 10, "return_token_ids": True}
 
     def check(self, replica: Replica) -> list[Diagnostic]:
@@ -190,6 +193,7 @@ def _fields(body: dict[str, Any], leg: Leg) -> dict[str, Any]:
         "custom_params": {
             **(body.get("custom_params") or {}),
             LEG_FIELD: msgspec.to_builtins(leg),
+            **({CACHE_FIELD: False} if body.get(CACHE_FIELD) is False else {}),
         },
     }
 

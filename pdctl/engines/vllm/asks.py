@@ -37,6 +37,8 @@ class Ask:
         self.local_tokens = 0
         """Positions that the engine's prefix cache held at the last look."""
         self.blocks: list[int] = []
+        self.shares = True
+        """Its handoff may use the page store."""
         self.sought = False
         """The page store was asked, and is to get what it lacks."""
         self.starts = False

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from pdctl.engines.interface import Leg
+from pdctl.engines.vllm.inlet import Inlet
 from pdctl.engines.vllm.interface import Blocks, Span
 from pdctl.errors import HandoffCancelled, HandoffError, HandoffExpired
 from pdctl.handoff.page import Patterns
@@ -39,7 +40,7 @@ class Desk(Protocol):
         once for each request that was given blocks to be filled (U1)."""
         ...
 
-    def observe(self, phase: str, seconds: float) -> None: ...
+    def observe(self, phase: str, seconds: float, peer: str) -> None: ...
 
 
 class PrefillLeg:
@@ -50,12 +51,14 @@ class PrefillLeg:
         self._desk = desk
         self._tokens = tokens
         self._outbound: Outgoing | None = None
+        self._peer = ""
         self._reserved_at: float | None = None
         self._held = 0
         """High-water mark: positions that are in the pages, whatever vLLM recomputes."""
 
     def start(self, sender: SendingEnd, leg: Leg, token_ids: Sequence[int]) -> None:
         """Worker thread. Raises what `Sender.admit` raises: nothing is reserved then."""
+        self._peer = leg.decode
         self._outbound = sender.admit(
             leg, token_ids, on_reserved=self._on_reserved, on_settled=self._on_settled
         )
@@ -86,7 +89,7 @@ class PrefillLeg:
     def computed(self, positions: int) -> None:
         """Worker thread, after the forward."""
         if positions == self._tokens and self._reserved_at is not None:
-            self._desk.observe("prefill", monotonic_s() - self._reserved_at)
+            self._desk.observe("prefill", monotonic_s() - self._reserved_at, self._peer)
             self._reserved_at = None
 
     def finish(self, first_token: int | None) -> None:
@@ -103,6 +106,12 @@ class PrefillLeg:
         if self._outbound is not None:
             self._outbound.fail(HandoffError(f"the prefill engine failed: {error!r}"))
 
+    def deprive(self) -> None:
+        """Any thread: vLLM was promised pages of the store that are not there."""
+        if self._outbound is not None:
+            said = "the page store went away while its pages were being loaded"
+            self._outbound.fail(HandoffError(said))
+
     def _on_reserved(self, outbound: Outgoing) -> None:
         self._reserved_at = monotonic_s()
         self._desk.reserved(self._request_id)
@@ -113,15 +122,28 @@ class PrefillLeg:
 
 
 class DecodeLeg:
-    """A `DeviceSink`: fills the first n-1 positions of a request's blocks.
+    """A `DeviceSink`: fills the first n-1 positions of a request's blocks, from the host's page
+    store as far as that has them.
 
     Given blocks, it ends in exactly one `Desk.loaded`; never given any, in `Desk.failed`.
     """
 
-    def __init__(self, request_id: str, desk: Desk, blocks: Blocks) -> None:
+    def __init__(
+        self,
+        request_id: str,
+        desk: Desk,
+        blocks: Blocks,
+        *,
+        inlet: Inlet | None = None,
+        salt: str = "",
+    ) -> None:
+        """`inlet` None: nothing is taken from a store."""
         self._request_id = request_id
         self._desk = desk
         self._memory = blocks
+        self._inlet = inlet
+        self._salt = salt
+        self._token_ids: Sequence[int] = ()
         self._lock = threading.Lock()
         self._answered = threading.Event()
         self._inbound: Incoming | None = None
@@ -129,10 +151,13 @@ class DecodeLeg:
         self._private: list[int] = []
         self._held = self._positions = 0
         self._placed = self._cancelled = self._over = False
+        self.peer = ""
         self.committed_at: float | None = None
 
     def start(self, receiver: ReceivingEnd, leg: Leg, token_ids: Sequence[int]) -> None:
         """Worker thread. Raises what `Receiver.fetch` raises."""
+        self.peer = leg.prefill
+        self._token_ids = token_ids
         self._positions = len(token_ids) - 1
         self._inbound = receiver.fetch(leg, token_ids, self)
 
@@ -164,6 +189,10 @@ class DecodeLeg:
             raise HandoffExpired("the decode engine had no free blocks before the deadline")
         if self._cancelled:
             raise HandoffCancelled("the request has ended")
+        if self._inlet is not None and self._private:
+            self._held = self._inlet.take_ahead(
+                *(self._token_ids, self._salt, self._blocks, self._held, self._positions)
+            )
         return Want(tokens=self._positions, held_tokens=self._held)
 
     def write(self, page: int, first_layer: int, piece: Patterns) -> None:

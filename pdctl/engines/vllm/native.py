@@ -5,13 +5,16 @@ It is vLLM's in everything that moves the KV cache. A subclass, not a second con
 answers a question of the scheduler's nor holds a block. Added is: the agent is told what was
 loaded, and is asked first; requests and handoffs are counted; and the scheduler hears of no
 reading that it does not wait for. Blocks that decode was told of and will not read, vLLM lets go
-by itself; blocks that decode never heard of, when their lease of 30 s runs out.
+by itself; blocks that decode never heard of, when their lease of 30 s runs out. Between CPUs its
+NIXL rests while nothing moves, which it does not by itself.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -22,18 +25,20 @@ from pdctl.engines.vllm.effective import loaded
 from pdctl.engines.vllm.native_half import NativeHalf, NativeStep
 from pdctl.engines.vllm.session import Session
 from pdctl.handoff.counters import OF_A_HANDOFF, OF_PAGES
+from pdctl.handoff.transport.progress import resting
 from pdctl.topology.model import Role
 
 
 class NativeConnector(NixlConnector):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        on_host = transfer.kv_buffer_device == "cpu"
+        with resting(import_module("nixl")) if on_host else contextlib.nullcontext():
+            super().__init__(vllm_config, role, kv_cache_config)
         logging.getLogger("pdctl").setLevel(logging.INFO)
         self._half: NativeHalf | None = None
         self._session: Session | None = None
-        transfer = vllm_config.kv_transfer_config
         if role is KVConnectorRole.SCHEDULER:
-            on_host = transfer.kv_buffer_device == "cpu"
             moved = "host_bytes" if on_host else "gpu_bytes"
             self._half = NativeHalf(_block_bytes(kv_cache_config), moved)
         else:

@@ -10,8 +10,8 @@ allocated for it before that, so no two ends wait for each other's memory.
                               not loaded, so that vLLM fails this request alone; or, where the
                               topology says so, it computes its prompt itself
 
-Where ordinary replicas share their prefixes, a prompt waits in the same way until what the
-host's page store has of it is known:
+Where replicas share their prefixes, a prompt of an ordinary one waits in the same way until what
+the host's page store has of it is known, and so does one of prefill once its pages are reserved:
 
     New      →  Waiting  the engine's own prefix cache lacks a page of it or more
     New      →  Open     it does not: the store isn't asked
@@ -51,7 +51,7 @@ class SchedulerHalf:
     role: of this replica; `both` takes no legs.
     block_tokens: vLLM's block size.
     recomputes: a decode request whose handoff failed computes its prompt here.
-    shares: an ordinary replica's prompts look into the page store.
+    shares: an ordinary or prefill replica's prompts look into the page store.
     """
 
     def __init__(
@@ -75,7 +75,9 @@ class SchedulerHalf:
         self._count.arrived(request)
         params = request.kv_transfer_params
         if not isinstance(params, dict) or "pdctl" not in params:
-            if self._shares and request.prompt_token_ids is not None:
+            # vLLM fails, and does not compute, what a prefill replica could not load
+            shares = self._shares and self._role is Role.BOTH
+            if shares and request.prompt_token_ids is not None:
                 ask = self._asks[request.request_id] = Ask(self._role, request.num_prompt_tokens)
                 ask.standing = Standing.NEW
             return
@@ -92,6 +94,7 @@ class SchedulerHalf:
 
     def _open(self, request: Any, ask: Ask, params: dict[str, Any]) -> None:
         ask.leg = leg_of(params)
+        ask.shares = params.get("pdctl_cache", True) is not False
         if ask.leg is not None and self._role is Role.DECODE:
             self._count.follow(request.request_id, ask.leg.room)
         tokens = request.prompt_token_ids
@@ -99,7 +102,12 @@ class SchedulerHalf:
             log.warning("request=%s has a leg that is not for this replica", request.request_id)
             ask.standing = Standing.FAILED
             return
-        begin = Begin(request_id=request.request_id, leg=ask.leg, token_ids=list(tokens))
+        begin = Begin(
+            request_id=request.request_id,
+            leg=ask.leg,
+            token_ids=list(tokens),
+            salt=(request.cache_salt or "") if ask.shares else None,
+        )
         self._begin.append(begin)
 
     def matched(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
@@ -186,11 +194,13 @@ class SchedulerHalf:
     def told(self, notices: Sequence[Notice]) -> None:
         for notice in notices:
             ask = self._asks.get(notice.request_id)
-            if ask is None or ask.standing is Standing.PLACED:
+            if ask is None or ask.standing in (Standing.PLACED, Standing.FAILED):
                 continue
             failed = notice.news is News.FAILED
             ask.standing = Standing.FAILED if failed else Standing.OPEN
-            if notice.news is News.OFFERED:
+            if notice.news is News.RESERVED and self._shares and ask.shares:
+                ask.standing = Standing.NEW
+            elif notice.news is News.OFFERED:
                 ask.available = ask.tokens - 1
             elif notice.news is News.FOUND:
                 ask.available = min(notice.tokens, ask.tokens - 1)

@@ -1,9 +1,11 @@
-"""A prompt's pages between the host's page store and vLLM's blocks, on an ordinary replica.
+"""A prompt's pages between the host's page store and vLLM's blocks, on a replica that computes
+it: an ordinary or a prefill one.
 
 In, before the prompt is computed: what the store has, as far as vLLM's own prefix cache lacks it.
 Out, as it is computed: what the store has not. vLLM waits for the way in, bounded by the store's
-client; nothing waits for the way out, and neither ever fails a request: what can't be loaded is
-computed, what can't be stored isn't.
+client; nothing waits for the way out. What can't be stored isn't, and what can't be loaded is
+computed: but where the store goes away while its pages are being loaded, a prefill replica's
+request fails, since vLLM fails what a handoff needs and has not.
 
 Threads: vLLM's worker thread runs the steps and copies out; the client's tells what was found;
 the `Copier`'s copies in.
@@ -19,11 +21,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from pdctl.engines.copier import Copier
+from pdctl.engines.vllm.inlet import Inlet
 from pdctl.engines.vllm.interface import Blocks, Span
 from pdctl.engines.vllm.steps import Seek
-from pdctl.handoff.arena import Arena, Bytes, arena_of
+from pdctl.handoff.arena import arena_of
 from pdctl.handoff.device import host_pages
-from pdctl.handoff.page import PATTERN, PageGeometry, Patterns
+from pdctl.handoff.page import PageGeometry, Patterns
 from pdctl.handoff.store.interface import Loan, PageStore
 from pdctl.handoff.store.keys import PromptKeys
 
@@ -31,8 +34,6 @@ log = logging.getLogger("pdctl.engines.vllm")
 
 SAVE_BYTES = 256 << 20
 """Pages on their way out of the blocks, at most; a whole step's where that has more."""
-LOAD_BYTES = 64 << 20
-"""Pages on their way in through memory that the GPU reads; two at least."""
 
 Found = Callable[[str, int], None]
 Loaded = Callable[[str, Sequence[int]], None]
@@ -63,30 +64,13 @@ class Sharing:
         self.copier = Copier("pdctl-import")
         size = max(SAVE_BYTES, (pages.pages_for(step_tokens) + 2) * pages.page_bytes)
         self.arena = arena_of((blocks.page_memory or _any_memory)(size))
-        self._within_reach: Arena[Bytes] | None = None
-        if blocks.page_memory is not None:
-            size = max(LOAD_BYTES, 2 * pages.page_bytes)
-            self._within_reach = arena_of(blocks.page_memory(size))
+        self.inlet = Inlet(store, blocks, pages)
 
     def seek(self, seek: Seek) -> Sharer:
         """Worker thread."""
         sharer = Sharer(self, seek)
         sharer.start()
         return sharer
-
-    def reachable(self, page: Patterns) -> Patterns:
-        """The copier's thread: that page, in memory that the engine's copies read."""
-        if self._within_reach is None:
-            return page
-        memory = self._within_reach.take(page.nbytes)
-        if memory is None:
-            # those before it are given back once they have been read
-            self.blocks.flush()
-            memory = self._within_reach.take(page.nbytes)
-            assert memory is not None, "nobody else takes any"
-        near = memory.view(PATTERN).reshape(page.shape)
-        near[...] = page
-        return near
 
     def close(self) -> None:
         """Bounded; what is being copied in is copied first."""
@@ -188,25 +172,17 @@ class Sharer:
         lost: Sequence[int] = private
         try:
             try:
-                self._fill(loan.pages, blocks, held, stop)
+                self._sharing.inlet.fill(loan.pages, blocks, held, stop)
             except BaseException:
                 loan.release()
                 raise
             if loan.release(stop - held):
                 lost = ()
             elif private:
-                log.warning("request=%s the page store went away; computing", self._request_id)
+                log.warning("request=%s the page store went away", self._request_id)
         finally:
             if private:
                 self._sharing.loaded(self._request_id, lost)
-
-    def _fill(self, pages: Sequence[Patterns], blocks: list[int], start: int, stop: int) -> None:
-        memory, size = self._sharing.blocks, self._sharing.pages.page_tokens
-        while start < stop:
-            end = min(stop, (start // size + 1) * size)
-            memory.write(blocks, start, end, 0, self._sharing.reachable(pages[start // size]))
-            start = end
-        memory.flush()
 
 
 class Saving:

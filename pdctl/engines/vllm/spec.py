@@ -79,6 +79,7 @@ class VllmSpec:
     owned_options = frozenset(OWNED)
     not_with_sharing: frozenset[str] = frozenset()
     constraints: frozenset[str] = frozenset()
+    over_context: tuple[str, ...] = ()
     ranking: Mapping[str, Any] = {"logprobs": 10, "return_tokens_as_token_ids": True}
 
     def check(self, replica: Replica) -> list[Diagnostic]:
@@ -115,13 +116,14 @@ class VllmSpec:
 
     def prefill_body(self, body: dict[str, Any], leg: Leg) -> dict[str, Any]:
         own = TO_BE_READ if leg.native else {}
-        return {**one_token(body, NOT_ON_PREFILL), "kv_transfer_params": {**own, **_params(leg)}}
+        asked = one_token(body, NOT_ON_PREFILL)
+        return {**asked, "kv_transfer_params": {**own, **_params(leg, body)}}
 
     def decode_body(
         self, body: dict[str, Any], leg: Leg, prefilled: bytes | None = None
     ) -> dict[str, Any]:
         own = _where(prefilled) if prefilled is not None else {}
-        return {**body, "kv_transfer_params": {**own, **_params(leg)}}
+        return {**body, "kv_transfer_params": {**own, **_params(leg, body)}}
 
     def abort(self, room: int) -> tuple[str, dict[str, Any]] | None:
         """None: vLLM ends a request whose connection is closed."""
@@ -171,14 +173,15 @@ def transfer_config(replica: ReplicaPlan, plan: Plan) -> str:
     """
     if replica.native:
         return native_config(replica)
-    shares = replica.role is Role.BOTH and plan.store(replica.host) is not None
+    shares = replica.role is not Role.DECODE and plan.store_of(replica) is not None
+    alone = shares and replica.role is Role.BOTH
     recomputes = replica.role is Role.DECODE and plan.on_failure is OnFailure.RECOMPUTE
     return json.dumps(
         {
             "kv_connector": "PdctlConnector",
             "kv_connector_module_path": "pdctl.engines.vllm.connector",
             "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute" if recomputes or shares else "fail",
+            "kv_load_failure_policy": "recompute" if recomputes or alone else "fail",
             "kv_connector_extra_config": {
                 "http_port": replica.http_port,
                 "role": replica.role.value,
@@ -188,8 +191,9 @@ def transfer_config(replica: ReplicaPlan, plan: Plan) -> str:
     )
 
 
-def _params(leg: Leg) -> dict[str, Any]:
-    return {"pdctl": msgspec.to_builtins(leg)}
+def _params(leg: Leg, body: dict[str, Any]) -> dict[str, Any]:
+    past_stores = {"pdctl_cache": False} if body.get("pdctl_cache") is False else {}
+    return {"pdctl": msgspec.to_builtins(leg), **past_stores}
 
 
 def _where(answer: bytes) -> dict[str, Any]:

@@ -19,10 +19,13 @@ class Begin(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     leg: Leg
     token_ids: list[int]
+    salt: str | None = None
+    """None: past the host's page store."""
 
 
 class Seek(msgspec.Struct, frozen=True, kw_only=True):
-    """A prompt of an ordinary replica, part of which the host's page store may have."""
+    """A prompt of an ordinary or a prefill replica, part of which the host's page store may
+    have."""
 
     request_id: str
     token_ids: list[int]
@@ -97,7 +100,7 @@ class News(enum.StrEnum):
     OFFERED = "offered"
     """Decode: the sender has reserved and offered the prompt."""
     FOUND = "found"
-    """Ordinary: what the page store has of the prompt is known."""
+    """Ordinary, prefill: what the page store has of the prompt is known."""
     FAILED = "failed"
 
 

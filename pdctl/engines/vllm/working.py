@@ -14,6 +14,7 @@ from functools import partial
 
 from pdctl.engines.channel import Failed
 from pdctl.engines.exports import Exports, Taker
+from pdctl.engines.vllm.inlet import Inlet
 from pdctl.engines.vllm.interface import Blocks, Span
 from pdctl.engines.vllm.legs import DecodeLeg, PrefillLeg
 from pdctl.engines.vllm.session import Session
@@ -22,6 +23,7 @@ from pdctl.engines.vllm.steps import Begin, Doom, Export, Finish, News, Notice, 
 from pdctl.errors import HandoffError
 from pdctl.handoff.page import PageGeometry
 from pdctl.handoff.pulse import guarded
+from pdctl.handoff.store.interface import PageStore
 from pdctl.trace import monotonic_s
 
 log = logging.getLogger("pdctl.engines.vllm")
@@ -38,12 +40,15 @@ class WorkerHalf:
     def __init__(self, session: Session, blocks: Blocks, *, step_tokens: int) -> None:
         self._session = session
         self._blocks = blocks
-        self._sharing = self._opened_sharing(step_tokens)
-        self._exports = Exports(blocks, by_layer=self._sharing is None)
+        self._inlet: Inlet | None = None
+        self._sharing: Sharing | None = None
+        if session.store is not None:
+            self._share(session.store, step_tokens)
+        self._exports = Exports(blocks, by_layer=self._sharing is None or self._sends)
         self._prefill: dict[str, PrefillLeg] = {}
         self._decode: dict[str, DecodeLeg] = {}
         self._sharers: dict[str, Sharer] = {}
-        self._started: list[float] = []
+        self._started: list[tuple[float, str]] = []
         self._lock = threading.Lock()
         self._notices: list[Notice] = []
         self._loaded: set[str] = set()
@@ -83,8 +88,8 @@ class WorkerHalf:
             if (sending := self._prefill.get(export.request_id)) is not None:
                 sending.computed(export.positions)
         now = monotonic_s()
-        for started_at in self._started:
-            self.observe("first_token", now - started_at)
+        for started_at, peer in self._started:
+            self.observe("first_token", now - started_at, peer)
         self._started.clear()
 
     def collect(self) -> tuple[list[Notice], set[str], set[int]]:
@@ -119,23 +124,35 @@ class WorkerHalf:
             self._loaded.add(request_id)
             self._lost.update(lost)
 
-    def observe(self, phase: str, seconds: float) -> None:
-        self._session.board.observe(phase, seconds)
+    def observe(self, phase: str, seconds: float, peer: str) -> None:
+        self._session.board.observe(phase, seconds, peer)
 
     # -- inside, on the worker's thread
 
-    def _opened_sharing(self, step_tokens: int) -> Sharing | None:
-        session = self._session
-        if session.store is None:
-            return None
-        return Sharing(
-            session.store,
-            self._blocks,
-            PageGeometry.of(session.assigned.contract),
+    @property
+    def _sends(self) -> bool:
+        return self._session.sender is not None
+
+    def _share(self, store: PageStore, step_tokens: int) -> None:
+        """A decode replica takes pages from there, the others also give some."""
+        pages = PageGeometry.of(self._session.assigned.contract)
+        if self._session.receiver is not None:
+            self._inlet = Inlet(store, self._blocks, pages)
+            return
+        self._sharing = Sharing(
+            *(store, self._blocks, pages),
             step_tokens=step_tokens,
             found=self.found,
-            loaded=self.loaded,
+            loaded=self._shared,
         )
+
+    def _shared(self, request_id: str, lost: Sequence[int]) -> None:
+        """The copier's thread. A handoff whose prompt can't be computed ends before vLLM ends
+        the request."""
+        sending = self._prefill.get(request_id)
+        if lost and sending is not None:
+            sending.deprive()
+        self.loaded(request_id, lost)
 
     def _note(self, request_id: str, news: News, tokens: int = 0) -> None:
         with self._lock:
@@ -160,7 +177,11 @@ class WorkerHalf:
                 self._prefill[begin.request_id] = sending
                 sending.start(self._session.sender, leg, begin.token_ids)
             elif leg.decode == replica and self._session.receiver is not None:
-                receiving = DecodeLeg(begin.request_id, self, self._blocks)
+                receiving = DecodeLeg(
+                    *(begin.request_id, self, self._blocks),
+                    inlet=self._inlet if begin.salt is not None else None,
+                    salt=begin.salt or "",
+                )
                 self._decode[begin.request_id] = receiving
                 receiving.start(self._session.receiver, leg, begin.token_ids)
             else:
@@ -195,8 +216,8 @@ class WorkerHalf:
         if receiving is None or receiving.committed_at is None:
             return
         now = monotonic_s()
-        self.observe("import", now - receiving.committed_at)
-        self._started.append(now)
+        self.observe("import", now - receiving.committed_at, receiving.peer)
+        self._started.append((now, receiving.peer))
 
     def _finish(self, finish: Finish) -> None:
         """One that fails holds up none of the others (R36)."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from pdctl.handoff.apart.calls import Call, Counted, FailureCounted, Gauged, Observed, Rooms
+from pdctl.handoff.apart.calls import Call, Counted, FailureCounted, Gauged, Met, Observed, Rooms
 from pdctl.handoff.counters import CounterBoard
 from pdctl.trace import monotonic_s
 
@@ -32,8 +32,11 @@ class DistantBoard(CounterBoard):
     def gauge(self, **values: int) -> None:
         self._tell(Gauged(values))
 
-    def observe(self, phase: str, seconds: float) -> None:
-        self._tell(Observed(phase, seconds))
+    def observe(self, phase: str, seconds: float, peer: str) -> None:
+        self._tell(Observed(phase, seconds, peer))
+
+    def met(self, peer: str, round_trip_s: float) -> None:
+        self._tell(Met(peer, round_trip_s))
 
     def close(self) -> None:
         self._stopped.set()
@@ -66,7 +69,9 @@ class Mirror:
         elif isinstance(call, Gauged):
             self._board.gauge(**call.values)
         elif isinstance(call, Observed):
-            self._board.observe(call.phase, call.seconds)
+            self._board.observe(call.phase, call.seconds, call.peer)
+        elif isinstance(call, Met):
+            self._board.met(call.peer, call.round_trip_s)
         elif isinstance(call, Rooms):
             self._rooms, self._at_s = call.idle_s, monotonic_s()
 

@@ -230,6 +230,12 @@ class Gauged(Call, frozen=True):
 class Observed(Call, frozen=True):
     phase: str
     seconds: float
+    peer: str
+
+
+class Met(Call, frozen=True):
+    peer: str
+    round_trip_s: float
 
 
 class Ping(Call, frozen=True):
@@ -245,5 +251,5 @@ class Rooms(Call, frozen=True):
 
 News = (
     Opened | Reserved | Granted | Offered | Piece | Commit | Abort | Settled
-    | Failed | Counted | FailureCounted | Gauged | Observed | Rooms | Ping
+    | Failed | Counted | FailureCounted | Gauged | Observed | Met | Rooms | Ping
 )  # fmt: skip

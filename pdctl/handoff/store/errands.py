@@ -20,27 +20,31 @@ class Errands:
         self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
+        self._closed = False
 
     def run(self, errand: Callable[[], None]) -> None:
-        """Returns at once."""
+        """Returns at once. Not run where it was closed before."""
         self._work.put(errand)
         if len(self._threads) < self._count:
             self._hire()
 
     def close(self, timeout_s: float) -> None:
         """What was given before is still run, within that time."""
-        for _ in self._threads:
+        with self._lock:
+            self._closed = True
+            threads = list(self._threads)
+        for _ in threads:
             self._work.put(None)
-        for thread in self._threads:
+        for thread in threads:
             if thread is not threading.current_thread():
                 thread.join(timeout_s)
 
     def _hire(self) -> None:
         with self._lock:
-            if len(self._threads) < self._count:
+            if len(self._threads) < self._count and not self._closed:
                 thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
-                self._threads.append(thread)
                 thread.start()
+                self._threads.append(thread)
 
     def _serve(self) -> None:
         while (errand := self._work.get()) is not None:

@@ -24,6 +24,7 @@ import numpy as np
 from pdctl.errors import HandoffError, PeerLost
 from pdctl.handoff.arena import Bytes
 from pdctl.handoff.device import DeviceMemory, MemoryKind, Run
+from pdctl.handoff.transport.progress import resting
 from pdctl.handoff.transport.reach import Row, Where, address_of
 
 log = logging.getLogger("pdctl.handoff")
@@ -124,7 +125,8 @@ class NixlReach:
         name = f"{replica}-{secrets.token_hex(8)}"
         try:
             config = library.nixl_agent_config(backends=["UCX"])
-            self._agent: Any = library.nixl_agent(name, config)
+            with resting(library):
+                self._agent: Any = library.nixl_agent(name, config)
         # whatever UCX finds wrong with this host
         except Exception as error:
             raise HandoffError(f"NIXL can't start here: {error}") from error

@@ -23,7 +23,6 @@ from pdctl.runtime.agent.journal import ROUTER
 from pdctl.runtime.agent.supervisor import Order
 from pdctl.runtime.cluster.certificate import cluster_certificate
 from pdctl.runtime.cluster.state import ClusterRecord, StateDir, handoff_key
-from pdctl.topology.model import Role
 from pdctl.topology.plan import Plan, ReplicaPlan
 from pdctl.topology.sharing import StorePlan
 
@@ -122,7 +121,7 @@ class Orders:
                 encrypt=handoff.encrypt,
             ),
             certificate=cluster_certificate(self.key) if handoff.encrypt else None,
-            store=self._seat if plan.role is Role.BOTH and self.store is not None else None,
+            store=self._seat if record.plan.store_of(plan) is not None else None,
         )
 
     @property

@@ -67,3 +67,5 @@ class Validation(msgspec.Struct, frozen=True, kw_only=True):
     contract: Contract | None = None
     models: dict[str, ModelFacts] = {}
     """Replica → what it would serve."""
+    homes: dict[str, str] = {}
+    """Host → where the clusters' folders lie there; of hosts that were asked."""

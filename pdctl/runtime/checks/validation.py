@@ -135,6 +135,7 @@ def examine(ground: Ground, found: list[Diagnostic]) -> Validation:
         plan=plan if valid else None,
         contract=contract if valid else None,
         models=models.known,
+        homes={name: one.facts.state_home for name, one in seen.items()},
     )
 
 

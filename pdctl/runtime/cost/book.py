@@ -92,6 +92,13 @@ class Book:
             self._records[path] = msgspec.structs.replace(record, samples=(*older, told))
             self.changes += 1
 
+    def met(self, path: str, round_trip_s: float) -> None:
+        """Between the ends of a pair; the newest counts, nothing where the path isn't open."""
+        record = self._records.get(path)
+        if record is not None and record.round_trip_s != round_trip_s:
+            self._records[path] = msgspec.structs.replace(record, round_trip_s=round_trip_s)
+            self.changes += 1
+
     def stepped(self, path: str, step_s: float) -> None:
         """Seconds between two tokens of a stream that ran alone."""
         record = self._records.get(path)
@@ -138,14 +145,18 @@ class Book:
         curve = self.curve(path)
         return None if curve is None else curve.at(tokens) * self.drift(path, tokens, now)
 
-    def step_s(self, replica: str) -> float | None:
-        """A decode step of one stream, by whatever path ends on this replica."""
-        steps = [
+    def steps_s(self, replica: str) -> list[float]:
+        """Decode steps of streams that ran alone, by whatever path ends on this replica."""
+        return [
             step
             for path, record in self._records.items()
             if replicas_of(path)[-1] == replica
             for step in record.steps_s
         ]
+
+    def step_s(self, replica: str) -> float | None:
+        """A decode step of one stream there."""
+        steps = self.steps_s(replica)
         return statistics.median(steps) if steps else None
 
     def _forget(self, path: str) -> None:

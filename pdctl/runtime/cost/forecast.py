@@ -5,6 +5,7 @@ measured.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -18,6 +19,8 @@ from pdctl.topology.plan import Plan
 LENGTHS = (51, 184, 744, 2844, 8000)
 SCANNED = 64
 """Lengths that are compared for a break-even."""
+ABOUT = 0.5
+"""Octaves between two lengths that are about the same."""
 FAR = 2.0
 """Beyond this multiple of the longest prompt that was measured a figure is an extrapolation."""
 
@@ -25,6 +28,9 @@ FAR = 2.0
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int
     ttft_ms: float
+    samples: int
+    """Requests of about this length (half an octave) that were measured; what others say of it
+    is a curve through all lengths."""
     extrapolated: bool
     """Far beyond the prompts that were measured."""
 
@@ -39,6 +45,8 @@ class PathForecast(msgspec.Struct, frozen=True, kw_only=True):
     cells: tuple[Cell, ...] = ()
     step_ms: float | None = None
     """Between two tokens of one stream."""
+    steps: int = 0
+    """Streams by which `step_ms` is known, of any path that ends on the same replica."""
 
 
 class PairForecast(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,6 +59,8 @@ class PairForecast(msgspec.Struct, frozen=True, kw_only=True):
     """From this prompt length on the pair is faster, within the context; None: never."""
     pays_below_tokens: int | None = None
     """Where the pair is faster for short prompts only: up to this length."""
+    round_trip_ms: float | None = None
+    """Between the two ends; None where their data plane did not tell."""
     fixed_ms: float | None = None
     """What a handoff costs whatever the prompt's length; None where it can't be told apart."""
     link_bytes_per_s: float | None = None
@@ -90,16 +100,23 @@ def _path(path: str, book: Book, lengths: Sequence[int]) -> PathForecast:
     record, curve = book.record(path), book.curve(path)
     if record is None or curve is None:
         return PathForecast(path=path, samples=0)
+    steps = book.steps_s(replicas_of(path)[-1])
     step_s = book.step_s(replicas_of(path)[-1])
     return PathForecast(
         path=path,
         samples=len(record.samples),
         engines=record.versions,
         cells=tuple(
-            Cell(tokens=n, ttft_ms=curve.at(n) * 1e3, extrapolated=n > FAR * curve.longest)
+            Cell(
+                tokens=n,
+                ttft_ms=curve.at(n) * 1e3,
+                samples=sum(abs(math.log2(s.tokens / n)) <= ABOUT for s in record.samples),
+                extrapolated=n > FAR * curve.longest,
+            )
             for n in lengths
         ),
         step_ms=None if step_s is None else step_s * 1e3,
+        steps=len(steps),
     )
 
 
@@ -119,6 +136,7 @@ def _pair(plan: Plan, path: str, book: Book, paths: Sequence[str]) -> PairForeca
         alone=alone,
         break_even_tokens=starts,
         pays_below_tokens=ends,
+        round_trip_ms=None if record.round_trip_s is None else record.round_trip_s * 1e3,
         fixed_ms=_fixed_ms(record.samples),
         link_bytes_per_s=_link(record.samples, plan.page_bytes),
     )

@@ -47,6 +47,8 @@ class PathRecord(msgspec.Struct, frozen=True, kw_only=True):
     samples: tuple[Sample, ...] = ()
     steps_s: tuple[float, ...] = ()
     """Seconds between two tokens of one stream alone, newest last."""
+    round_trip_s: float | None = None
+    """Of a pair: between its two ends, as their data plane saw it."""
 
     def with_sample(self, sample: Sample) -> PathRecord:
         """Bounded: of a class of length only the newest are kept."""

@@ -101,10 +101,12 @@ class Affinity:
             self._prefixes.computed(replica, ask.keys, self._missing(replica, ask))
 
     def _keeps(self, path: Path) -> bool:
-        """Whether the engine's own cache has the prompt afterwards."""
+        """Whether the engine's own cache, or its host's page store, has the prompt afterwards."""
         if path.prefill is None:
             return True
-        return spec_for(self._roster.plan.replica(path.prefill).engine).caches_handoffs
+        plan = self._roster.plan
+        replica = plan.replica(path.prefill)
+        return plan.store_of(replica) is not None or spec_for(replica.engine).caches_handoffs
 
     def _missing(self, replica: str, ask: Ask) -> float:
         """Pages; a replica that was restarted since holds none."""
@@ -124,5 +126,6 @@ def _opened(model_dir: Folder) -> PromptReader:
 
 
 def sharing(plan: Plan) -> frozenset[str]:
-    """The replicas that read each other's pages through stores."""
-    return frozenset(r.name for r in plan.replicas if r.role is Role.BOTH and plan.store(r.host))
+    """The replicas that compute prompts and read each other's pages through stores."""
+    computing_ones = (r for r in plan.replicas if r.role is not Role.DECODE)
+    return frozenset(r.name for r in computing_ones if plan.store_of(r) is not None)

@@ -47,6 +47,8 @@ BOUNDS = {Dtype.FLOAT16: 0.12, Dtype.BFLOAT16: 0.5}
 
 TOP = 10
 TOKENS = 4
+CHAT_TOKENS = 5
+"""Enough to show a decode step."""
 TIMEOUT_S = 120.0
 
 PROMPT = (
@@ -116,15 +118,19 @@ def with_ranking(ask: Ask, ranking: Mapping[str, Any]) -> Ask:
 
 
 def chat(model: str) -> Ask:
+    """Streamed, so that its time to the first token is seen: what came before has warmed the
+    engines up, so it tells what a short prompt takes."""
     body: dict[str, Any] = {
         "model": model,
         "messages": [{"role": "user", "content": QUESTION}],
-        "max_tokens": 2,
+        "max_tokens": CHAT_TOKENS,
         "temperature": 0.0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
         "pdctl_cache": False,
         "cache_salt": secrets.token_hex(8),
     }
-    return Ask(endpoint=CHAT_COMPLETIONS, body=body, stream=False, purpose=Purpose.CANARY)
+    return Ask(endpoint=CHAT_COMPLETIONS, body=body, stream=True, purpose=Purpose.TRIAL)
 
 
 def bound_of(plan: Plan, path: Path) -> float:

@@ -17,7 +17,7 @@ from pdctl.engines.channel import RouterAssignment
 from pdctl.handoff.counters import Histogram
 from pdctl.runtime.cost.book import Book
 from pdctl.runtime.cost.deciding import Decider, Decision, Option
-from pdctl.runtime.cost.lengths import TRIAL, Lengths
+from pdctl.runtime.cost.lengths import CHAT, TRIAL, Lengths, kind_of
 from pdctl.runtime.cost.queues import Pending, Queues, Waits
 from pdctl.runtime.cost.record import Costs, PathRecord, Sample, holds, identity
 from pdctl.runtime.router.delivery import Delivery
@@ -25,7 +25,7 @@ from pdctl.runtime.router.members import Roster
 from pdctl.runtime.router.policy import Path
 from pdctl.runtime.router.purpose import Purpose
 from pdctl.runtime.router.request import Ask
-from pdctl.runtime.router.timed import Timed
+from pdctl.runtime.router.timed import Timed, Usage
 from pdctl.topology.model import Disaggregate
 from pdctl.trace import monotonic_s
 
@@ -133,23 +133,28 @@ class Judge:
         timed = Timed(delivery, lambda: self.queues.first_token(pending, monotonic_s()))
         try:
             yield timed
-            tells = ask.purpose is not Purpose.CANARY and not timed.has_recomputed
-            if tells and timed.first_s is not None:
-                self._keep(path, ask, timed, pending, waits)
+            if timed.first_s is not None and not timed.has_recomputed:
+                counted = self._learn(path, ask, timed)
+                if ask.purpose is not Purpose.CANARY:
+                    self._keep(path, timed, pending, waits, counted or pending.tokens)
         finally:
             self.queues.leave(pending, monotonic_s())
 
-    def _keep(self, path: Path, ask: Ask, timed: Timed, pending: Pending, waits: Waits) -> None:
-        computed = timed.usage if path.prefill is None else timed.prefill_usage
-        counted = (computed.prompt_tokens if computed else 0) or (
-            timed.usage.prompt_tokens if timed.usage else 0
-        )
-        if counted:
-            self.lengths.learn(ask.body, counted, TRIAL if ask.purpose is Purpose.TRIAL else None)
-        tokens = counted or pending.tokens
+    def _learn(self, path: Path, ask: Ask, timed: Timed) -> int:
+        """Tokens of the prompt as the engines counted them, 0 where they did not. Of the router's
+        own chat nothing is learnt: it is too short to tell how long others' are."""
+        counts = (_computed(path, timed), timed.usage)
+        counted = next((u.prompt_tokens for u in counts if u is not None and u.prompt_tokens), 0)
+        own = ask.purpose is not Purpose.CLIENT
+        if counted and not (own and kind_of(ask.body) == CHAT):
+            self.lengths.learn(ask.body, counted, TRIAL if own else None)
+        return counted
+
+    def _keep(self, path: Path, timed: Timed, pending: Pending, waits: Waits, tokens: int) -> None:
         self._open(path)
         self._keep_step(path, timed, pending)
         ttft_s = self._ttft_s(path, timed)
+        computed = _computed(path, timed)
         cached = computed.cached_tokens if computed else 0
         if ttft_s is None or cached > CACHED_SHARE * tokens:
             return
@@ -204,8 +209,8 @@ class Judge:
     # -- the engines' own account
 
     def look(self) -> None:
-        """After fresh counters: where just one handoff went through a prefill replica since the
-        last look, its phases are those of that sample."""
+        """After fresh counters: round trips; and where just one handoff went through a prefill
+        replica since the last look, its phases are those of that sample."""
         for seat in self._roster.seats():
             phases = seat.state.counters.phases
             prefill, transfer = (phases.get(name, Histogram()) for name in ("prefill", "transfer"))
@@ -214,6 +219,14 @@ class Judge:
             sampled = self._sampled.pop(seat.name, [])
             if more == 1 and len(sampled) == 1 and prefill.count:
                 self.book.explained(sampled[0], prefill.last_s, transfer.last_s)
+            for peer, pair in seat.state.counters.pairs.items():
+                if pair.round_trip_s is not None:
+                    self.book.met(f"{peer}>{seat.name}", pair.round_trip_s)
+
+
+def _computed(path: Path, timed: Timed) -> Usage | None:
+    """What the replica says that computes the prompt."""
+    return timed.usage if path.prefill is None else timed.prefill_usage
 
 
 def _answered(timed: Timed) -> int:

@@ -235,16 +235,17 @@ class EngineCall:
                 status,
                 message,
                 code=cause or _text(own.get("code")),
-                param=self._parameter(own.get("param")),
+                param=self._parameter(own.get("param"), message),
                 leg=self.leg,
                 replica=self.seat.name,
             )
         kept = status if status in (503, 504) else 502
         return self._failure(message, code=cause or ENGINE_ERROR, status=kept)
 
-    def _parameter(self, named: object) -> str | None:
+    def _parameter(self, named: object, message: str) -> str | None:
         """The client's own name of a parameter that the engine objects to."""
-        if named in PROMPT_ALIASES:
+        unnamed = named is None and any(words in message for words in self.spec.over_context)
+        if named in PROMPT_ALIASES or unnamed:
             return "messages" if "messages" in self._body else "prompt"
         return _text(named)
 

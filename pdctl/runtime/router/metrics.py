@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
+from typing import Any
 
+import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from pdctl.handoff.counters import BUCKETS_S, INNER, Counters, PairCounters, shown_pair
+from pdctl.handoff import counters
+from pdctl.handoff.counters import BUCKETS_S, COUNTED, INNER, Counters, shown_pair
 from pdctl.runtime.router.failure import RequestFailed
 from pdctl.runtime.router.members import Roster, Seat
 from pdctl.runtime.router.recent import RecentFailures
@@ -16,14 +20,16 @@ from pdctl.trace import monotonic_s
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-GAUGES = frozenset({"handoffs_active", "buffer_bytes_used", "waiters", "requests_active"})
+GAUGES = frozenset(
+    {"handoffs_active", "buffer_bytes_used", "waiters", "requests_active", "round_trip_s"}
+)
 SCALARS = tuple(
     name for name in Counters.__struct_fields__ if name not in ("failures", "phases", *INNER)
 )
 _BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
 
 
-def pair_counters(prefill: Seat | None, decode: Seat | None) -> dict[str, int | None]:
+def pair_counters(prefill: Seat | None, decode: Seat | None) -> dict[str, Any]:
     """A pair's counters; None is what neither end can tell."""
     ends = (
         None if seat is None else (seat.name, seat.state.counters) for seat in (prefill, decode)
@@ -144,26 +150,32 @@ class _Replicas(Collector):
         )
         for seat in seats:
             for phase, histogram in seat.state.counters.phases.items():
-                buckets, running = [], 0
-                bounds = [*(repr(bound) for bound in BUCKETS_S), "+Inf"]
-                for bound, count in zip(bounds, histogram.counts, strict=True):
-                    running += count
-                    buckets.append((bound, running))
-                family.add_metric([seat.name, phase], buckets, histogram.sum_s)
+                family.add_metric([seat.name, phase], _buckets(histogram), histogram.sum_s)
         return family
 
     def _pairs(self) -> Iterator[Metric]:
-        pairs = [path for path in self._roster.paths if path.prefill is not None]
-        for field in PairCounters.__struct_fields__:
-            name = f"pdctl_pair_{field}"
+        told = {}
+        for path in self._roster.paths:
+            if path.prefill is not None:
+                ends = self._roster.seat(path.prefill), self._roster.seat(path.decode)
+                told[path.prefill, path.decode] = pair_counters(*ends)
+        names = {field: f"pdctl_pair_{field}" for field in COUNTED}
+        for field, name in {**names, "round_trip_s": "pdctl_pair_round_trip_seconds"}.items():
             family = Metric(name, f"{field} of one pair.", _kind(field))
-            for path in pairs:
-                ends = self._roster.seat(path.prefill or ""), self._roster.seat(path.decode)
-                told = pair_counters(*ends)[field]
-                if told is not None:
-                    labels = {"prefill": path.prefill or "", "decode": path.decode}
-                    family.add_sample(name, labels, told)
+            for (prefill, decode), values in told.items():
+                if values[field] is not None:
+                    family.add_sample(name, {"prefill": prefill, "decode": decode}, values[field])
             yield family
+        phases = HistogramMetricFamily(
+            "pdctl_pair_handoff_phase_seconds",
+            "Seconds per phase of one pair's handoffs.",
+            labels=["prefill", "decode", "phase"],
+        )
+        for pair, values in told.items():
+            for phase, seen in values["phases"].items():
+                histogram = msgspec.convert(seen, counters.Histogram)
+                phases.add_metric([*pair, phase], _buckets(histogram), histogram.sum_s)
+        yield phases
 
     def _states(self) -> Metric:
         family = GaugeMetricFamily(
@@ -173,6 +185,12 @@ class _Replicas(Collector):
         for path in self._roster.paths:
             family.add_metric([path.text], float(path in ready))
         return family
+
+
+def _buckets(histogram: counters.Histogram) -> list[tuple[str, float]]:
+    bounds = [*(repr(bound) for bound in BUCKETS_S), "+Inf"]
+    running = itertools.accumulate(histogram.counts)
+    return list(zip(bounds, running, strict=True))
 
 
 def _kind(name: str) -> str:

@@ -29,7 +29,11 @@ def verdicts(judge: Judge, replicas: list[str], now: float) -> dict[str, Any]:
 
 def _cost(judge: Judge, path: str, now: float) -> dict[str, Any]:
     record, curve = judge.book.record(path), judge.book.curve(path)
-    told = {"path": path, "samples": len(record.samples) if record else 0}
+    told = {
+        "path": path,
+        "samples": len(record.samples) if record else 0,
+        "round_trip_s": record.round_trip_s if record else None,
+    }
     step_s = judge.book.step_s(path.split(">")[-1])
     if curve is None:
         return {**told, "fixed_s": None, "step_s": step_s}

@@ -23,6 +23,7 @@ from pdctl.handoff.identity import Identity
 from pdctl.handoff.page import PageGeometry
 from pdctl.handoff.receiver import Receiver
 from pdctl.handoff.sender import Outbound, Sender
+from pdctl.handoff.store.interface import PageStore
 from pdctl.handoff.ticket import mint
 from pdctl.topology.contract import Contract
 from pdctl.topology.model import ComputeDtype, OnFailure, Role
@@ -32,9 +33,17 @@ WAIT_S = 30.0
 
 
 class Engine:
-    """A loop with both ends of a handoff, and no HTTP: p0 sends, d0 receives."""
+    """A loop with both ends of a handoff, and no HTTP: p0 sends, d0 receives; both use `store`
+    where there is one."""
 
-    def __init__(self, model_dir: Path, contract: Contract, compute: ComputeDtype) -> None:
+    def __init__(
+        self,
+        model_dir: Path,
+        contract: Contract,
+        compute: ComputeDtype,
+        store: PageStore | None = None,
+    ) -> None:
+        self._store = store
         self.contract = contract
         self.board = CounterBoard()
         self.died: list[BaseException] = []
@@ -80,6 +89,7 @@ class Engine:
             on_failure=OnFailure.ERROR,
             sender=sender,
             receiver=receiver,
+            store=self._store,
         )
 
     def admit(self, prompt: str, max_tokens: int = 8, leg: Leg | None = None) -> Call:

@@ -26,7 +26,7 @@ class FailingLeg(PrefillLeg):
     """Fails where positions leave the caches."""
 
     def __init__(self, error: Exception) -> None:
-        self.error = error
+        self.error, self.shared = error, None
 
     def computed(self, caches: list[Any], row: int, positions: int) -> None:
         raise self.error

@@ -14,6 +14,7 @@ from handoff.reaches import Read
 
 from pdctl.engines.interface import Leg
 from pdctl.handoff.page import PageGeometry
+from pdctl.handoff.store.interface import PageStore
 from pdctl.handoff.transport.tcp import TcpTransport
 
 torch: Any = pytest.importorskip("torch")
@@ -43,7 +44,9 @@ class Side:
         cuda: the pool is copied as on a GPU; without one, as late as one may copy.
     """
 
-    def __init__(self, ends: Ends, seed: int, *, cuda: bool) -> None:
+    def __init__(
+        self, ends: Ends, seed: int, *, cuda: bool, store: PageStore | None = None
+    ) -> None:
         torch.manual_seed(seed)
         device = DEVICE if cuda else torch.device("cpu")
         layers = [torch.randn(BLOCKS * 64, HEADS, DIM).half().to(device) for _ in range(2 * LAYERS)]
@@ -57,6 +60,7 @@ class Side:
             board=ends.sent,
             report=self.failed.append,
             replica="r0",
+            store=store,
         )
         self.exchange = Exchange(None, None, None)
         scheduler = SimpleNamespace(disagg_metadata_buffers=self.rows)
@@ -83,13 +87,14 @@ class Pair:
     device: pages and pieces lie in the device's memory, and are read from there.
     """
 
-    def __init__(self, *, cuda: bool, device: bool) -> None:
+    def __init__(self, *, cuda: bool, device: bool, store: PageStore | None = None) -> None:
         if device and cuda and ON_GPU:
             pytest.skip("what reads the memory here is this process, of the host's")
         transport = Read() if device else TcpTransport()
         maker = TorchDevice(torch.device("cpu")) if device else None
         self.ends = Ends(transport, GEOMETRY, device=maker, budget_bytes=1 << 20)
-        self.p, self.d = (Side(self.ends, seed, cuda=cuda) for seed in (1, 2))
+        self.p = Side(self.ends, 1, cuda=cuda)
+        self.d = Side(self.ends, 2, cuda=cuda, store=store)
 
     def leg(self) -> Leg:
         found = self.ends.leg()
@@ -102,11 +107,11 @@ class Pair:
             timeout_s=30.0,
         )
 
-    def begin(self, tokens: int) -> tuple[PrefillLeg, DecodeLeg]:
+    def begin(self, tokens: int, salt: str | None = None) -> tuple[PrefillLeg, DecodeLeg]:
         leg, ids = self.leg(), list(range(tokens))
         sending = PrefillLeg(self.p.exchange, "p0:1", leg.room, dest_tp_ranks=[0], pp_rank=0)
         receiving = DecodeLeg(self.d.exchange, "p0:1", leg.room)
-        receiving.begin(leg, ids)
+        receiving.begin(leg, ids, salt)
         sending.begin(leg, ids)
         return sending, receiving
 

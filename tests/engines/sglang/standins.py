@@ -23,6 +23,7 @@ class Req:
         self.rid, self.origin_input_ids = "r", list(ids)
         self.cache_salt, self.extra_key = salt, None
         self.output_ids: list[int] = []
+        self.sampling_params = SimpleNamespace(custom_params=None)
 
 
 class Held(NamedTuple):

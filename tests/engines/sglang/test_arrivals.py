@@ -39,7 +39,7 @@ class Broken:
     def __init__(self) -> None:
         self.failed: list[tuple[Leg, HandoffError]] = []
 
-    def begin(self, leg: Leg, token_ids: list[int]) -> None:
+    def begin(self, leg: Leg, token_ids: list[int], salt: str | None = None) -> None:
         raise RuntimeError("begin broke")
 
     def fail(self, leg: Leg, error: HandoffError) -> None:
@@ -52,6 +52,8 @@ def request(end: Broken) -> Any:
         bootstrap_room=7,
         sampling_params=SimpleNamespace(custom_params={"pdctl": msgspec.to_builtins(LEG)}),
         origin_input_ids=[1, 2, 3],
+        cache_salt=None,
+        extra_key=None,
         disagg_kv_sender=end,
         kv_receiver=end,
     )

@@ -5,21 +5,37 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 torch: Any = pytest.importorskip("torch")
 pytest.importorskip("sglang")
 
-from engines.sglang.pairs import TOKEN, Pair, eventually, until  # noqa: E402
+from engines.sglang.pairs import (  # noqa: E402
+    DIM,
+    HEADS,
+    LAYERS,
+    TOKEN,
+    Pair,
+    eventually,
+    until,
+)
 from handoff.ends import WAIT_S  # noqa: E402
+from handoff.store.stores import CONTRACT, clients, host  # noqa: E402
 from sglang.srt.disaggregation.base.conn import KVPoll  # noqa: E402
 
 from pdctl.engines.interface import Leg  # noqa: E402
 from pdctl.engines.sglang import sending as prefill_side  # noqa: E402
 from pdctl.engines.sglang.pool import SlotPool  # noqa: E402
 from pdctl.engines.sglang.sending import PrefillLeg  # noqa: E402
+from pdctl.topology.contract import Attention  # noqa: E402
+
+ONES = 0x3C00
+"""1 as a half-precision float."""
 
 
 @pytest.fixture(params=["cpu", "cuda", "cpu device"])
@@ -66,6 +82,32 @@ def test_blocks_that_decode_holds_are_neither_sent_nor_touched(pair: Pair) -> No
     for layer, old in zip(pair.d.keys, before, strict=True):
         assert torch.equal(layer[: 4 * 64], old[: 4 * 64])
         assert torch.equal(layer[5 * 64 + 8 :], old[5 * 64 + 8 :])
+
+
+@pytest.mark.parametrize("cuda", [False, True])
+@pytest.mark.parametrize("held", [0, 64])
+def test_full_pages_of_decodes_store_are_not_sent(tmp_path: Path, held: int, cuda: bool) -> None:
+    """They are placed in its blocks, after what its own cache holds; prefill sends the rest."""
+    attention = Attention(kind="full", layers=LAYERS, kv_heads=HEADS, head_dim=DIM)
+    contract = msgspec.structs.replace(CONTRACT, attention=attention)
+    with ExitStack() as stack:
+        store = stack.enter_context(host(tmp_path / "s", contract=contract))
+        (client,) = stack.enter_context(clients(store.path, 1, contract))
+        prompt = client.store.prompt(range(200))
+        assert client.store.publish(prompt.pages, lambda _, page: page.fill(ONES)) == 3
+        pair = Pair(cuda=cuda, device=False, store=client.store)
+        stack.callback(pair.close)
+        sending, receiving = pair.begin(200, salt="")
+        eventually(receiving, KVPoll.WaitingForInput)
+        target = [4, 5, 7, 2][held // 64 :]
+        receiving.send_metadata(target, 0, [], decode_prefix_len=held)
+        sending.init(4, 0)
+        sending.send([0, 1, 2, 3])
+        eventually(receiving, KVPoll.Success)
+        assert bool((pair.d.tokens(target[:-1], 192 - held) == 1).all())
+        assert torch.equal(pair.d.tokens([2], 8), pair.p.tokens([3], 8))
+        assert client.board.read().reused_tokens == 192 - held
+        assert store.returned()
 
 
 class Held:

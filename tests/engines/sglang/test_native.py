@@ -61,7 +61,7 @@ class End(native.Counted, SglangsEnd):
 @pytest.fixture
 def end() -> End:
     made = End()
-    made.begin(LEG, list(range(TOKENS)))
+    made.begin(LEG, list(range(TOKENS)), salt="s")
     return made
 
 

@@ -50,6 +50,19 @@ def test_what_one_replica_computes_another_finds_in_its_tree(sides: tuple[Side, 
     assert b.client.board.read().reused_tokens == 192
 
 
+def test_a_handoff_that_keeps_nothing_goes_past_the_store(sides: tuple[Side, Side]) -> None:
+    """`pdctl_cache` false: it is computed whole, and nobody gets it."""
+    a, b = sides
+    computed(a)
+    a.stored(4)
+    req = b.come()
+    req.sampling_params.custom_params = {"pdctl_cache": False}
+    assert b.sharing.look() == []
+    b.compute(req)
+    b.rest()
+    assert b.client.board.read().stored_pages == 0
+
+
 def test_the_partial_tail_is_stored_for_engines_that_can_use_it(
     sides: tuple[Side, Side], store: Host
 ) -> None:

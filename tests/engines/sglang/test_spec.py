@@ -121,6 +121,13 @@ def test_decode_copies_are_the_clients_own() -> None:
     }
 
 
+def test_both_legs_are_told_where_nothing_is_to_be_kept() -> None:
+    """`pdctl_cache` false: they go past their hosts' page stores."""
+    body = {"prompt": "x", "pdctl_cache": False}
+    for asked in (SPEC.prefill_body(body, LEG), SPEC.decode_body(body, LEG)):
+        assert asked["custom_params"] == {**FIELDS["custom_params"], "pdctl_cache": False}
+
+
 def test_aborts_name_an_id_that_begins_no_other() -> None:
     """SGLang ends every request whose id begins so."""
     assert SPEC.abort(7) == ("/abort_request", {"rid": "pdctl-0000000000000007"})

@@ -20,6 +20,8 @@ def request(tokens: int, name: str = "r", params: Any = ...) -> Any:
         num_prompt_tokens=tokens,
         prompt_token_ids=list(range(tokens)),
         kv_transfer_params=made,
+        cache_salt=None,
+        skip_reading_prefix_cache=False,
         output_token_ids=[],
         status=SimpleNamespace(name="WAITING"),
     )

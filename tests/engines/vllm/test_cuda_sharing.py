@@ -21,7 +21,7 @@ from engines.vllm.test_cuda_handoff import WAIT_S
 from handoff.store.stores import CONTRACT
 
 from pdctl.engines.exports import Exports
-from pdctl.engines.vllm import sharing
+from pdctl.engines.vllm import inlet
 from pdctl.engines.vllm.sharing import Sharing
 from pdctl.engines.vllm.steps import Seek
 from pdctl.handoff.counters import CounterBoard
@@ -91,7 +91,7 @@ def test_a_prompt_leaves_one_engines_blocks_and_enters_anothers(
     store: StoreClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """R10: in both directions as late as a GPU copies, through memory for two pages alone."""
-    monkeypatch.setattr(sharing, "LOAD_BYTES", 1)
+    monkeypatch.setattr(inlet, "LOAD_BYTES", 1)
     giver = Replica(store, Engine(size=64, side=Late()))
     assert giver.found.get(timeout=WAIT_S) == ("r", 0)
     giver.compute(GIVEN)

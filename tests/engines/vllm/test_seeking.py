@@ -15,7 +15,7 @@ from pdctl.topology.model import Role
 def shared(tokens: int, name: str = "r", **fields: Any) -> Any:
     """A request of an ordinary replica."""
     made = request(tokens, name, params=None)
-    vars(made).update({"cache_salt": None, "skip_reading_prefix_cache": False, **fields})
+    vars(made).update(fields)
     return made
 
 
@@ -106,6 +106,59 @@ def test_a_shared_prompt_that_ends_early_is_not_looked_for() -> None:
     side.finished(ended(ask, "FINISHED_ABORTED"))
     step = side.step(schedule())
     assert (step.seek, step.finish) == ([], [Finish(request_id="r", first_token=None)])
+
+
+def test_a_prefill_prompt_is_looked_for_once_its_pages_are_reserved() -> None:
+    """No page is on loan to a request that waits for the buffer; then it loads what is there and
+    exports all of it."""
+    side, ask = SchedulerHalf(Role.PREFILL, BLOCK, recomputes=False, shares=True), request(200)
+    side.arrived(ask)
+    assert side.matched(ask, 0) == (None, False)
+    assert side.step(schedule()).seek == []
+    side.told([Notice(request_id="r", news=News.RESERVED)])
+    assert side.matched(ask, 0) == (None, False)
+    (seek,) = side.step(schedule()).seek
+    assert seek.token_ids == list(range(200))
+    found(side, 192)
+    assert side.matched(ask, 64) == (128, True)
+    side.placed(ask, [1, 2, 3, 4], 128)
+    assert side.step(schedule()).place == [
+        Place(request_id="r", blocks=[1, 2, 3, 4], held_tokens=64, private=[2, 3, 4])
+    ]
+    step = side.step(schedule(new={"r": ([1, 2, 3, 4], 192)}, scheduled={"r": 8}))
+    assert step.export == [Export(request_id="r", blocks=[1, 2, 3, 4], positions=200)]
+
+
+def test_a_handoff_that_keeps_nothing_goes_past_the_store() -> None:
+    """As canaries and benches ask: computed whole, sent whole."""
+    side = SchedulerHalf(Role.PREFILL, BLOCK, recomputes=False, shares=True)
+    ask = request(200, params={**request(1).kv_transfer_params, "pdctl_cache": False})
+    side.arrived(ask)
+    (begin,) = side.step(schedule()).begin
+    assert begin.salt is None
+    side.told([Notice(request_id="r", news=News.RESERVED)])
+    assert side.matched(ask, 0) == (0, False)
+    assert side.step(schedule()).seek == []
+
+
+def test_a_prefill_whose_handoff_fails_while_it_is_looked_for_computes_nothing() -> None:
+    """As one that waits for the buffer: one block, reported as not loaded."""
+    side, ask = SchedulerHalf(Role.PREFILL, BLOCK, recomputes=False, shares=True), request(200)
+    side.arrived(ask)
+    side.told([Notice(request_id="r", news=News.RESERVED)])
+    side.matched(ask, 0)
+    side.told([Notice(request_id="r", news=News.FAILED)])
+    found_late = Notice(request_id="r", news=News.FOUND, tokens=192)
+    assert side.matched(ask, 0) == (1, True)
+    side.told([found_late])
+    assert side.matched(ask, 0) == (1, True)
+
+
+def test_what_is_computed_on_a_prefill_replica_without_a_leg_is_its_own() -> None:
+    """vLLM would fail it for a page that the store has no more."""
+    side, ask = SchedulerHalf(Role.PREFILL, BLOCK, recomputes=False, shares=True), shared(200)
+    side.arrived(ask)
+    assert side.matched(ask, 0) == (0, False)
 
 
 def test_an_ordinary_replica_that_shares_nothing_holds_nobody_up() -> None:

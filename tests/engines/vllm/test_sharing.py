@@ -14,7 +14,7 @@ import pytest
 from engines.vllm.sides import BLOCK, Memory, Side
 from handoff.store.stores import CONTRACT, Host, Replica, clients
 
-from pdctl.engines.vllm import sharing
+from pdctl.engines.vllm import inlet
 from pdctl.engines.vllm.steps import Export, Finish, News, Notice, Place, Seek, Step
 from pdctl.handoff.store.interface import Loan
 
@@ -162,7 +162,7 @@ def test_pages_reach_a_gpu_through_memory_that_it_reads(
     a, b = sharers
     ids = list(range(200))
     a.give(ids)
-    monkeypatch.setattr(sharing, "LOAD_BYTES", 1)
+    monkeypatch.setattr(inlet, "LOAD_BYTES", 1)
     gpu = Sharer(b.client, 3, Gpu(3))
     assert gpu.seek(ids) == 199
     assert gpu.fill(199, 0, OURS) == set()

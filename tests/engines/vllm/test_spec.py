@@ -74,15 +74,25 @@ def test_only_a_decode_replica_recomputes_and_only_where_asked(
     assert config["kv_load_failure_policy"] == policy
 
 
-@pytest.mark.parametrize(("role", "shares"), [(Role.BOTH, True), (Role.DECODE, False)])
-def test_only_an_ordinary_replica_uses_its_hosts_page_store(role: Role, shares: bool) -> None:
-    """What the store no longer has it computes."""
+@pytest.mark.parametrize(
+    ("role", "shares", "policy"),
+    [
+        (Role.BOTH, True, "recompute"),
+        (Role.PREFILL, True, "fail"),
+        (Role.DECODE, False, "fail"),
+    ],
+)
+def test_who_computes_prompts_looks_into_its_hosts_page_store(
+    role: Role, shares: bool, policy: str
+) -> None:
+    """What the store no longer has an ordinary replica computes; a handoff fails of it. Decode's
+    scheduler need not know of a store."""
     replica = planned(declared(role))
     stores = (StorePlan(host="local", buffer_bytes=1 << 30),)
     plan = msgspec.structs.replace(plan_of(replica), stores=stores)
     config = json.loads(transfer_config(replica, plan))
     assert config["kv_connector_extra_config"].get("shares", False) == shares
-    assert config["kv_load_failure_policy"] == ("recompute" if shares else "fail")
+    assert config["kv_load_failure_policy"] == policy
 
 
 def test_environment_of_a_replica_wins_and_devices_are_chosen() -> None:
@@ -106,6 +116,13 @@ def test_prefill_copies_ask_for_one_token() -> None:
     """U23: max_completion_tokens is bounded too; `min_tokens` over it would be a 400."""
     assert SPEC.prefill_body(LONG_ANSWER, LEG) == {**ONE_TOKEN, "kv_transfer_params": PARAMS}
     assert LONG_ANSWER["stream"] is True
+
+
+def test_both_legs_are_told_where_nothing_is_to_be_kept() -> None:
+    """`pdctl_cache` false: they go past their hosts' page stores."""
+    body, params = {"prompt": "x", "pdctl_cache": False}, {**PARAMS, "pdctl_cache": False}
+    assert SPEC.prefill_body(body, LEG)["kv_transfer_params"] == params
+    assert SPEC.decode_body(body, LEG)["kv_transfer_params"] == params
 
 
 def test_decode_copies_are_the_clients_own_and_closing_aborts() -> None:

@@ -135,6 +135,10 @@ def test_phases_and_bytes_are_counted_in_the_engine(ends: ApartEnds) -> None:
     assert after.handoffs_completed - before.handoffs_completed == 1
     assert after.host_bytes - before.host_bytes == 2 * SMALL.page_bytes
     assert {"queue", "transfer"} <= set(after.phases)
+    (sent,) = after.pairs.values()
+    assert sent.phases == after.phases
+    (received,) = ends.got.read().pairs.values()
+    assert received.round_trip_s is not None
     assert ends.got.read().host_bytes - got.host_bytes == 2 * SMALL.page_bytes
 
 

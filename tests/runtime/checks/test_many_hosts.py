@@ -160,6 +160,14 @@ def test_an_unfit_host_is_named(
     assert found.report.exit_code == (4 if severity == "error" else 0)
 
 
+def test_where_clusters_lie_on_each_host_is_known(model: Path, fleet: Fleet, check: Check) -> None:
+    """Each host's own XDG_STATE_HOME counts there."""
+    fleet["gpu1"].facts = {"state_home": "/scratch/me/pdctl"}
+    homes = check(topology(model)).homes
+    assert homes["gpu1"] == "/scratch/me/pdctl"
+    assert set(homes) == {"local", "gpu1", "studio"}
+
+
 def test_another_patch_of_the_rpc_is_fine(model: Path, fleet: Fleet, check: Check) -> None:
     """Only major and minor must be equal."""
     own = fleet["gpu1"].survey.facts().xoscar_version

@@ -33,12 +33,12 @@ def prepared(folder: Path, **options: Any) -> Iterator[tuple[StateDir, ClusterRe
 
 
 def assert_nothing_left(state: StateDir, record: ClusterRecord) -> None:
-    """No process, port, socket, key or record; logs only."""
+    """No process, port, socket, key or record; logs and what was measured only."""
     assert process.marked(record.run) == []
     listening = {one.port for one in LocalHost().survey.listeners()}
     assert not listening & record.plan.ports("local")
     assert not os.path.exists(record.socket_dir)
-    assert [p.name for p in state.path.iterdir()] == ["logs"]
+    assert {p.name for p in state.path.iterdir()} <= {"logs", "costs.json"}
     assert all(p.suffix == ".log" for p in state.logs.iterdir())
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import aiohttp
 import anyio
+import msgspec
 from runtime.router.fakes import FakeEngine, StubKeeper, engine_of
 
 from pdctl.engines.channel import RouterAssignment
@@ -27,6 +28,7 @@ from pdctl.topology.model import (
     Transport,
 )
 from pdctl.topology.plan import PairPlan, Plan, ReplicaPlan
+from pdctl.topology.sharing import StorePlan
 
 MODEL = "tiny"
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
@@ -187,11 +189,15 @@ async def cluster(
     canaries: bool = True,
     transport: Transport = Transport.TCP,
     model_dir: FilePath | None = None,
+    shares: bool = False,
     set_up: Callable[[dict[str, FakeEngine]], None] = lambda engines: None,
 ) -> AsyncIterator[Cluster]:
     """Starts everything; with `canaries`, waits until every path takes traffic. On the way
     out asserts that nothing of any request is left."""
     plan = plan_of(names, timeout_s=timeout_s, transport=transport)
+    if shares:
+        stores = (StorePlan(host="local", buffer_bytes=1 << 20),)
+        plan = msgspec.structs.replace(plan, stores=stores)
     assignment = RouterAssignment(
         cluster="test",
         run="run1",

@@ -90,6 +90,13 @@ async def test_pairs_go_by_their_prefill(checkpoint: Path) -> None:
         assert set(paths) == {"p0>d0", "p1>d0"}
 
 
+async def test_a_prefill_whose_host_has_a_store_keeps_what_it_computed(checkpoint: Path) -> None:
+    """There a document's next question follows it, to whichever decode replica."""
+    async with cluster("p0 p1 d0", policy="prefix", model_dir=checkpoint, shares=True) as c:
+        paths = [await path_of(c, asks(DOCUMENT, question)) for question in ("who?", "why?", "?")]
+        assert len(set(paths)) == 1
+
+
 async def test_without_a_tokenizer_load_decides_and_it_is_said_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

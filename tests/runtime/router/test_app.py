@@ -11,7 +11,7 @@ import pytest
 from runtime.router.cluster import CHAT, COMPLETION, MODEL, cluster, eventually
 from runtime.router.fakes import chunk_of, fails, stalls_then, streams
 
-from pdctl.handoff.counters import BUCKETS_S, Counters, PairCounters
+from pdctl.handoff.counters import BUCKETS_S, Counters, Histogram, PairCounters
 from pdctl.runtime.router.request import MAX_BODY_BYTES
 
 pytestmark = pytest.mark.anyio
@@ -174,8 +174,10 @@ async def test_status_has_fresh_counters() -> None:
     """Counters come through Refresh, per replica and per pair; a silent agent means the last
     picture, said so."""
     async with cluster("p0 d0 o0") as c:
-        pair = PairCounters(handoffs_completed=3, imported_tokens=150)
+        phases = {"import": Histogram().observed(0.02)}
+        pair = PairCounters(handoffs_completed=3, imported_tokens=150, phases=phases)
         c["d0"].counters = Counters(handoffs_completed=3, pairs={"p0": pair})
+        before = c.keeper.refreshes
         status = await (await c.http.get(c.url("/status"))).json()
         assert (status["cluster"], status["fresh"]) == ("test", True)
         replicas = {replica["name"]: replica for replica in status["replicas"]}
@@ -185,7 +187,9 @@ async def test_status_has_fresh_counters() -> None:
         (found,) = status["pairs"]
         assert (found["prefill"], found["decode"], found["state"]) == ("p0", "d0", "ready")
         assert found["imported_tokens"] == 150
-        assert c.keeper.refreshes == 1
+        assert found["phases"]["import"]["sum_s"] == 0.02
+        assert found["round_trip_s"] is None
+        assert c.keeper.refreshes == before + 1
 
 
 async def test_status_tells_of_router_requests_and_failures() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import aiohttp
 import anyio
+import msgspec
 import pytest
 from aiohttp import web
 from runtime.router.cluster import CHAT, STREAM, Cluster, cluster
@@ -24,6 +25,8 @@ from runtime.router.fakes import (
 from runtime.router.test_canary_lone import UNRANKED, behave, ranks
 
 from pdctl.runtime.cost.record import decode
+from pdctl.runtime.router import calibration
+from pdctl.runtime.router.calibration import LENGTHS
 from pdctl.topology.model import Disaggregate
 
 pytestmark = pytest.mark.anyio
@@ -84,9 +87,10 @@ async def test_an_ordinary_replica_serves_where_decode_can_not() -> None:
     """DESIGN §7: an SGLang decode replica answers nothing alone."""
     set_up = behave(p0=ranks(), ds0=ranks(first=UNRANKED))
     async with cluster("p0 ds0 o0", disaggregate=AUTO, set_up=set_up) as c:
-        paths = {told(await c.ask(CHAT))[0] for _ in range(4)}
-        assert paths <= {"p0>ds0", "o0"}
-        assert "o0" in paths
+        c["p0"].on["prefill"] = slowly(SLOW_S)
+        paths = await taken(c, WITHIN)
+        assert set(paths) <= {"p0>ds0", "o0"}
+        assert paths[-1] == "o0"
         assert {kind for kind, _ in c["ds0"].bodies} <= {"decode"}
 
 
@@ -160,18 +164,6 @@ async def test_a_pinned_path_is_taken_and_nothing_is_decided() -> None:
         assert told(answer) == ("d0", "")
 
 
-async def test_with_always_every_request_takes_a_pair_and_is_timed() -> None:
-    """Nothing is sent to measure, and canaries tell nothing: one request is one sample."""
-    async with cluster("p0 d0", set_up=pair_is_slow) as c:
-        before = await (await c.http.get(c.url("/status"))).json()
-        assert before["costs"] == []
-        answer = await c.ask(STREAM)
-        assert told(answer) == ("p0>d0", "")
-        after = await (await c.http.get(c.url("/status"))).json()
-        assert [(cost["path"], cost["samples"]) for cost in after["costs"]] == [("p0>d0", 1)]
-        assert not after["decisions"]["decides"]
-
-
 async def counts(
     engine: FakeEngine, request: web.Request, body: dict[str, Any]
 ) -> web.StreamResponse:
@@ -185,14 +177,47 @@ async def counts(
     return await streams(*events_of(body)[:-2], told, DONE)(engine, request, body)
 
 
+def counting(engines: dict[str, FakeEngine]) -> None:
+    for engine in engines.values():
+        engine.on.update(dict.fromkeys(("prefill", "decode", "alone"), counts))
+
+
+async def measured(c: Cluster) -> dict[str, int]:
+    """Samples by path."""
+    status = await (await c.http.get(c.url("/status"))).json()
+    assert not status["decisions"]["decides"]
+    return {cost["path"]: cost["samples"] for cost in status["costs"]}
+
+
+async def test_with_always_paths_are_measured_too_and_every_request_is_timed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Once per length that the context and, of a pair, its page budget (512 tokens) admit, and
+    the canary's own chat; then each request is one sample more."""
+    monkeypatch.setattr(
+        calibration, "BRIEF", msgspec.structs.replace(calibration.BRIEF, budget_s=60.0)
+    )
+    admitted = len([n for n in LENGTHS if n < 512])
+    async with cluster("p0 d0", set_up=counting) as c:
+        assert await measured(c) == {"d0": len(LENGTHS), "p0>d0": admitted + 1}
+        answer = await c.ask(STREAM)
+        assert told(answer) == ("p0>d0", "")
+        assert await measured(c) == {"d0": len(LENGTHS), "p0>d0": admitted + 2}
+
+
+async def test_with_always_a_slow_engine_is_not_measured_for_long() -> None:
+    """Of a pair that needs longer than is to be spent for the canary's chat, that chat is all."""
+
+    def slow(engines: dict[str, FakeEngine]) -> None:
+        engines["p0"].on["prefill"] = slowly(calibration.BRIEF.budget_s * 1.1)
+
+    async with cluster("p0 d0", set_up=slow) as c:
+        assert await measured(c) == {"p0>d0": 1}
+
+
 async def test_what_was_measured_is_kept_and_not_measured_again(tmp_path: Path) -> None:
     """Its file is its owner's alone."""
     file = tmp_path / "costs.json"
-
-    def counting(engines: dict[str, FakeEngine]) -> None:
-        for engine in engines.values():
-            engine.on.update(dict.fromkeys(("prefill", "decode", "alone"), counts))
-
     served = []
     for _ in range(2):
         async with cluster("p0 d0", disaggregate=AUTO, costs_path=str(file), set_up=counting) as c:

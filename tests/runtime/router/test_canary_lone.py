@@ -24,7 +24,7 @@ def ranks(value: float = -0.1, first: float | None = None) -> Callable[..., Any]
     unless it has another number."""
 
     async def answer(engine: FakeEngine, request: web.Request, body: dict) -> web.StreamResponse:
-        if "messages" in body:
+        if "messages" in body or body.get("stream"):
             return await answers(engine, request, body)
         numbers = [value] * body["max_tokens"]
         if first is not None:
@@ -47,13 +47,18 @@ def behave(**by_name: Callable[..., Any]) -> Callable[[dict[str, FakeEngine]], N
     return set_up
 
 
+def compared(engine: FakeEngine) -> list[tuple[str, dict[str, Any]]]:
+    """Its completions of the canary; what follows them, to measure, is streamed."""
+    return [(k, b) for k, b in engine.bodies if "prompt" in b and "ignore_eos" not in b]
+
+
 async def test_prefill_computes_the_same_tokens_one_at_a_time() -> None:
     """S7: each handoff's first token is prefill's own, of all tokens before it; decode is asked
     for one token, and nothing runs on either of them alone."""
     set_up = behave(ps0=ranks(), ds0=ranks(first=UNRANKED))
     async with cluster("ps0 ds0", canaries=False, set_up=set_up) as c:
         await c.ready("ps0>ds0")
-        prefills = [body for kind, body in c["ps0"].bodies if "prompt" in body]
+        prefills = [body for _, body in compared(c["ps0"])]
         assert {kind for kind, _ in c["ps0"].bodies} == {"prefill"}
         assert [body["prompt"] for body in prefills] == [
             PROMPT,
@@ -61,7 +66,7 @@ async def test_prefill_computes_the_same_tokens_one_at_a_time() -> None:
             *([*PROMPT_IDS, *[7] * at] for at in range(1, TOKENS)),
         ]
         assert [body.get("logprobs") for body in prefills] == [None, *[10] * TOKENS]
-        decodes = [body["max_tokens"] for _, body in c["ds0"].bodies if "prompt" in body]
+        decodes = [body["max_tokens"] for _, body in compared(c["ds0"])]
         assert decodes == [TOKENS, *[1] * TOKENS]
 
 
@@ -81,11 +86,11 @@ async def test_a_prefill_engine_that_serves_alone_is_what_decode_is_compared_wit
     set_up = behave(p0=ranks(), ds0=ranks(first=UNRANKED))
     async with cluster("p0 ds0", canaries=False, set_up=set_up) as c:
         await c.ready("p0>ds0")
-        assert [kind for kind, body in c["p0"].bodies if "prompt" in body] == ["alone", "prefill"]
+        assert [kind for kind, _ in compared(c["p0"])] == ["alone", "prefill"]
 
 
 async def test_an_sglang_prefill_needs_no_reference_where_decode_serves_alone() -> None:
     """S10: SGLang → MLX is compared as any pair of MLX is."""
     async with cluster("ps0 d0", canaries=False) as c:
         await c.ready("ps0>d0")
-        assert [kind for kind, body in c["d0"].bodies if "prompt" in body] == ["alone", "decode"]
+        assert [kind for kind, _ in compared(c["d0"])] == ["alone", "decode"]

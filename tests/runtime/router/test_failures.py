@@ -64,6 +64,26 @@ async def test_a_cause_has_its_own_status_whatever_the_engine_says(body: dict) -
         assert (error["message"], error["code"]) == ("it does not fit", "over_budget")
 
 
+TOO_LONG = (
+    "The input (2100 tokens) is longer than the model's context length (2048 tokens).",
+    "Requested token count exceeds the model's maximum context length of 2048 tokens.",
+)
+
+
+@pytest.mark.parametrize("words", TOO_LONG)
+async def test_a_prompt_over_the_context_is_named_whatever_the_engine_says(words: str) -> None:
+    """SGLang's 400 names no parameter: the client's own field is; what it says of anything else is
+    passed on as it is."""
+    async with cluster("ps0 d0") as c:
+        c["ps0"].on["prefill"] = fails(400, words, None)
+        for body, field in ((CHAT, "messages"), (COMPLETION, "prompt")):
+            answer = await c.ask(body)
+            error = error_of(await answer.read())
+            assert (answer.status, error["param"], error["message"]) == (400, field, words)
+        c["ps0"].on["prefill"] = fails(400, "top_p must be in (0, 1]", None)
+        assert error_of(await (await c.ask(CHAT)).read())["param"] is None
+
+
 @BODIES
 async def test_decode_failure_closes_the_prefill_leg_at_once(body: dict) -> None:
     """U2: decode rejects before admission while prefill computes; prefill is aborted."""

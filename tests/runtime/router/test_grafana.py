@@ -10,7 +10,7 @@ import pytest
 from runtime.router.cluster import CHAT, cluster
 from runtime.router.fakes import fails
 
-from pdctl.handoff.counters import Counters, Histogram
+from pdctl.handoff.counters import Counters, Histogram, PairCounters
 
 DASHBOARD = json.loads((Path(__file__).parents[3] / "docs" / "grafana.json").read_text())
 TARGETS = [target for panel in DASHBOARD["panels"] for target in panel["targets"]]
@@ -21,7 +21,9 @@ async def shown() -> dict[str, set[str]]:
     """Metric → its labels, of a cluster in which each has been observed once."""
     async with cluster("p0 d0") as c:
         phases = {"transfer": Histogram().observed(0.1)}
-        c["p0"].counters = Counters(failures={"expired": 1}, phases=phases)
+        pairs = {"d0": PairCounters(phases=phases)}
+        c["p0"].counters = Counters(failures={"expired": 1}, phases=phases, pairs=pairs)
+        c["d0"].counters = Counters(pairs={"p0": PairCounters(round_trip_s=0.001)})
         assert (await c.ask(CHAT)).status == 200
         c["d0"].on["decode"] = fails(502, "gone", "peer_lost")
         assert (await c.ask(CHAT)).status == 502

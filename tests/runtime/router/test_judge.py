@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
+from aiohttp import web
 from runtime.router.cluster import CHAT, STREAM, Cluster, cluster
-from runtime.router.fakes import DONE, chunk_of, computes_then, streams, usage_chunk
+from runtime.router.fakes import (
+    DONE,
+    FakeEngine,
+    chunk_of,
+    computes_then,
+    streams,
+    usage_chunk,
+    whole_of,
+)
 
-from pdctl.handoff.counters import Counters, Histogram
+from pdctl.handoff.counters import Counters, Histogram, PairCounters
 from pdctl.runtime.cost.record import decode
 from pdctl.runtime.router.canary import Ledger
 from pdctl.runtime.router.timed import Timed
@@ -31,9 +42,36 @@ def usage(cached: int) -> bytes:
     return b"data: " + json.dumps({**event, "usage": told}).encode() + b"\n\n"
 
 
+async def tells_nothing(
+    engine: FakeEngine, request: web.Request, body: dict[str, Any]
+) -> web.StreamResponse:
+    """As an engine that had all of the prompt already."""
+    if body.get("stream"):
+        return await streams(chunk_of(body, "a"), usage(9), DONE)(engine, request, body)
+    whole = whole_of(body)
+    whole["usage"]["prompt_tokens_details"] = {"cached_tokens": 9}
+    return web.json_response(whole)
+
+
+@contextlib.asynccontextmanager
+async def unmeasured(names: str, **options: Any) -> AsyncIterator[Cluster]:
+    """A cluster in which nothing but canaries was seen, and they told nothing."""
+    kinds = ("prefill", "decode", "alone")
+
+    def silent(engines: dict[str, FakeEngine]) -> None:
+        for engine in engines.values():
+            engine.on.update(dict.fromkeys(kinds, tells_nothing))
+
+    async with cluster(names, set_up=silent, **options) as c:
+        assert {cost["samples"] for cost in (await costs(c)).values()} == {0}
+        for engine in c.engines.values():
+            engine.on.clear()
+        yield c
+
+
 async def test_an_answer_of_a_cached_prompt_is_no_sample() -> None:
     """It tells nothing of a prompt's length."""
-    async with cluster("o0") as c:
+    async with unmeasured("o0") as c:
         for cached, samples in ((9, 0), (0, 1)):
             c["o0"].on["alone"] = streams(chunk_of(STREAM, "a"), usage(cached), DONE)
             assert (await c.ask(STREAM)).status == 200
@@ -42,7 +80,7 @@ async def test_an_answer_of_a_cached_prompt_is_no_sample() -> None:
 
 async def test_a_whole_answer_is_a_sample_once_a_step_is_known() -> None:
     """Its time to the first token is what is left without decoding, where that is most of it."""
-    async with cluster("o0") as c:
+    async with unmeasured("o0") as c:
         c["o0"].on["alone"] = computes_then(0.1)
         assert (await c.ask(CHAT)).status == 200
         assert (await costs(c))["o0"]["samples"] == 0
@@ -53,7 +91,7 @@ async def test_a_whole_answer_is_a_sample_once_a_step_is_known() -> None:
 
 
 async def test_requests_that_share_a_replica_are_no_samples() -> None:
-    async with cluster("o0") as c:
+    async with unmeasured("o0") as c:
         async with anyio.create_task_group() as tasks:
             for _ in range(8):
                 tasks.start_soon(c.ask, STREAM)
@@ -61,22 +99,25 @@ async def test_requests_that_share_a_replica_are_no_samples() -> None:
 
 
 async def test_a_request_that_failed_is_no_sample() -> None:
-    async with cluster("o0") as c:
+    async with unmeasured("o0") as c:
         c["o0"].on["alone"] = streams(chunk_of(STREAM, "a"), cut=True)
         await c.http.post(c.url("/v1/chat/completions"), json=STREAM)
-        assert "o0" not in await costs(c)
+        assert (await costs(c))["o0"]["samples"] == 0
 
 
 async def test_phases_are_those_of_the_one_handoff_since_the_last_look(tmp_path: Path) -> None:
+    """So is the round trip between the ends."""
     file = tmp_path / "costs.json"
-    async with cluster("p0 d0", costs_path=str(file)) as c:
-        await costs(c)
+    async with unmeasured("p0 d0", costs_path=str(file)) as c:
         assert (await c.ask(STREAM)).status == 200
         phases = {name: Histogram().observed(0.25) for name in ("prefill", "transfer")}
         c["p0"].counters = Counters(phases=phases)
-        await costs(c)
-    (sample,) = decode(file.read_bytes()).paths["p0>d0"].samples
+        c["d0"].counters = Counters(pairs={"p0": PairCounters(round_trip_s=0.002)})
+        assert (await costs(c))["p0>d0"]["round_trip_s"] == 0.002
+    record = decode(file.read_bytes()).paths["p0>d0"]
+    (sample,) = record.samples
     assert (sample.prefill_s, sample.transfer_s) == (0.25, 0.25)
+    assert record.round_trip_s == 0.002
 
 
 async def test_what_is_timed_passes_unchanged() -> None:

@@ -57,6 +57,12 @@ def spread(*seconds: float) -> Histogram:
 
 def busy(c: Cluster) -> None:
     """Counters as a pair has them that has served for a while."""
+    sent = {
+        "queue": spread(*[0.0004] * 900, *[0.04] * 40),
+        "prefill": spread(*[0.2] * 300, *[0.7] * 500, *[3.0] * 90, *[9.0] * 4),
+        "transfer": spread(*[0.03] * 500, *[0.08] * 90),
+    }
+    received = {"import": spread(*[0.004] * 70, 0.02), "first_token": spread(*[0.03] * 200, 0.4)}
     moved = PairCounters(
         handoffs_completed=1204, handoffs_failed=2, imported_tokens=884_211, host_bytes=31 << 30
     )
@@ -65,18 +71,12 @@ def busy(c: Cluster) -> None:
         prompt_tokens=901_377,
         buffer_bytes_used=188 << 20,
         waiters=1,
-        pairs={"d0": moved},
-        phases={
-            "queue": spread(*[0.0004] * 900, *[0.04] * 40),
-            "prefill": spread(*[0.2] * 300, *[0.7] * 500, *[3.0] * 90, *[9.0] * 4),
-            "transfer": spread(*[0.03] * 500, *[0.08] * 90),
-        },
+        pairs={"d0": msgspec.structs.replace(moved, phases=sent)},
     )
     c["d0"].counters = Counters(
         handoffs_completed=1204,
         output_tokens=143_020,
-        pairs={"p0": moved},
-        phases={"import": spread(*[0.004] * 70, 0.02), "first_token": spread(*[0.03] * 200, 0.4)},
+        pairs={"p0": msgspec.structs.replace(moved, phases=received, round_trip_s=0.00042)},
     )
 
 

@@ -3,11 +3,20 @@ them."""
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
 from agreement import NEAR_TIE_NATS, Agreement, ranking, steps_of
-from engine.vllm_pairs import CHAT, alone, answered_alone, chat, check_at_rest, completion
+from engine.vllm_pairs import (
+    CHAT,
+    COMPLETIONS,
+    alone,
+    answered_alone,
+    chat,
+    check_at_rest,
+    completion,
+)
 from engines.replicas import Pair, Process, text_of
 
 from pdctl.topology.model import PAGE_TOKENS
@@ -89,6 +98,29 @@ def check_next_is_right(pair: Pair, fleet: Fleet, **fields: Any) -> None:
     (prefilled, answer), (decoded, whole) = pair.post("/v1/completions", body)
     assert (prefilled, decoded) == (200, 200), (answer, whole)
     assert text_of(whole).strip() == alone(fleet.o, "/v1/completions", body).strip()
+
+
+def check_held_prefix_is_sent(fleet: Fleet, name: str) -> None:
+    """The second time, prefill computes a prompt's end alone, and all of it travels."""
+    pair = fleet.pair(name)
+    body = completion(400, 9, salt=f"warm {name}")
+    expected = alone(fleet.o, COMPLETIONS, body)
+    for _ in range(2):
+        (prefilled, answer), (decoded, whole) = pair.post(COMPLETIONS, body)
+        assert (prefilled, decoded) == (200, 200)
+        assert text_of(whole).strip() == expected.strip()
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 384
+
+
+def check_many_at_once(fleet: Fleet, name: str, count: int) -> None:
+    pair = fleet.pair(name)
+    bodies = [completion(40 + 29 * i, i, salt=f"many {name}") for i in range(count)]
+    expected = [alone(fleet.o, COMPLETIONS, body).strip() for body in bodies]
+    with ThreadPoolExecutor(count) as pool:
+        answers = list(pool.map(lambda body: pair.post(COMPLETIONS, body), bodies))
+    assert [(a[0], b[0]) for a, b in answers] == [(200, 200)] * count
+    assert [text_of(b[1]).strip() for _, b in answers] == expected
+    check_at_rest(pair.prefill, pair.decode)
 
 
 def check_one_contract(fleet: Fleet) -> None:

@@ -8,7 +8,6 @@ What only a GPU shows (streams, page-locked memory, speed) it can't tell.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -16,9 +15,16 @@ import pytest
 from agreement import Agreement
 from engine import held, witness
 from engine.held import MlxWitness
-from engine.sglang_pairs import CHUNK_TOKENS, Fleet, check_next_is_right, check_text
-from engine.vllm_pairs import CHAT, COMPLETIONS, alone, check_at_rest, completion
-from engines.replicas import contract_of, text_of
+from engine.sglang_pairs import (
+    CHUNK_TOKENS,
+    Fleet,
+    check_held_prefix_is_sent,
+    check_many_at_once,
+    check_next_is_right,
+    check_text,
+)
+from engine.vllm_pairs import CHAT, COMPLETIONS
+from engines.replicas import contract_of
 from engines.sglang_replicas import SglangProcess, needs_sglang
 
 from pdctl.topology.model import Role
@@ -74,27 +80,13 @@ def test_decode_holds_prefills_numbers_rounded_once(
 @pytest.mark.parametrize("name", ["sglang>sglang", "sglang>mlx"])
 def test_what_prefill_holds_already_leaves_with_the_first_step(fleet: Fleet, name: str) -> None:
     """From the slots that its table names, though they are not computed again."""
-    pair = fleet.pair(name)
-    body = completion(400, 9, salt=f"warm {name}")
-    expected = alone(fleet.o, COMPLETIONS, body)
-    for _ in range(2):
-        (prefilled, answer), (decoded, whole) = pair.post(COMPLETIONS, body)
-        assert (prefilled, decoded) == (200, 200)
-        assert text_of(whole).strip() == expected.strip()
-    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 384
+    check_held_prefix_is_sent(fleet, name)
 
 
 def test_prompts_of_one_step_leave_it_together(fleet: Fleet) -> None:
     """Each from its own row, into its own pages."""
-    pair = fleet.pair("sglang>sglang")
-    bodies = [completion(tokens, tokens, salt="together") for tokens in (30, 45, 70, 90, 130, 200)]
-    with ThreadPoolExecutor(len(bodies)) as pool:
-        answers = list(pool.map(lambda body: pair.post(COMPLETIONS, body), bodies))
-    for body, ((prefilled, _), (decoded, whole)) in zip(bodies, answers, strict=True):
-        assert (prefilled, decoded) == (200, 200), whole
-        assert text_of(whole).strip() == alone(fleet.o, COMPLETIONS, body).strip()
-    check_at_rest(pair.prefill, pair.decode)
-    check_next_is_right(pair, fleet)
+    check_many_at_once(fleet, "sglang>sglang", 8)
+    check_next_is_right(fleet.pair("sglang>sglang"), fleet)
 
 
 def test_every_layer_left_within_its_step(fleet: Fleet) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import time
 import warnings
 from collections.abc import Callable
@@ -32,6 +34,10 @@ with warnings.catch_warnings():
 
 from engines.cuda_sides import Late  # noqa: E402
 from engines.sglang.cuda_pools import DEVICE, ON_GPU, row, slots_of  # noqa: E402
+
+# a full collection of SGLang's modules may take longer than a handoff's ends stay silent
+gc.freeze()
+atexit.register(gc.unfreeze)
 
 LAYERS, HEADS, DIM, BLOCKS, TOKEN = 2, 2, 8, 8, 41
 GEOMETRY = PageGeometry(layers=LAYERS, kv_heads=HEADS, head_dim=DIM)

@@ -37,7 +37,7 @@ NIXL_TESTS := $(patsubst %,tests/handoff/test_%.py,nixl sessions cancellations)
 PIP_INSTALL := $(PIP) install --no-compile
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test cases environments test-engines test-mlx test-far test-soak test-soak-engines test-nixl test-gpu test-pinned test-newest venv-vllm test-vllm venv-sglang test-sglang test-sglang-steps venv-guidellm check format bench bench-clients fidelity clean help
+.PHONY: demo test cases environments test-engines test-mlx test-far test-soak test-soak-engines test-nixl test-sharing test-gpu test-pinned test-newest venv-vllm test-vllm venv-sglang test-sglang test-sglang-steps venv-guidellm check format bench bench-clients fidelity clean help
 
 help:  ## what each target does
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /	/' | expand -t 16
@@ -139,7 +139,10 @@ test-soak-engines: $(STAMP) $(VLLM_STAMP) $(SGLANG_STAMP)  ## two minutes of 16 
 
 test-nixl: $(STAMP) $(VLLM_STAMP) $(SGLANG_STAMP)  ## whole pairs over NIXL, pdctl's handoff and the engines' own
 	$(VLLM)/bin/python -m pytest -m "slow and not gpu" tests/engines/vllm/test_cuda_nixl.py
-	$(PYTEST) -m engine tests/engine/test_sglang_vllm_nixl.py tests/e2e/test_sglang_nixl.py tests/e2e/test_vllm_device.py tests/e2e/test_*_native.py
+	$(PYTEST) -m engine tests/engine/test_sglang_vllm_nixl.py tests/e2e/test_sglang_nixl.py tests/e2e/test_vllm_device.py tests/e2e/test_native.py
+
+test-sharing: $(STAMP) $(VLLM_STAMP) $(SGLANG_STAMP)  ## prefixes shared by three engines, with pairs, and between hosts
+	$(PYTEST) -m engine tests/e2e/test_*_sharing.py
 
 test-gpu:  ## needs an NVIDIA GPU: copies, and pages over NIXL, in environments with the engines' CUDA builds and pytest
 	$(VLLM_GPU_PYTHON) -m pytest -m "not slow" tests/engines/cuda tests/engines/vllm/test_cuda_*.py

@@ -168,7 +168,8 @@ class Fleet:
 
 
 def _ended(processes: Sequence[subprocess.Popen[str]]) -> None:
-    for process in (each for each in processes if each.poll() is None):
+    """Waits for those whose words have not been read yet."""
+    for process in (each for each in processes if each.stdout and not each.stdout.closed):
         try:
             process.communicate(timeout=DOWN_S)
         except subprocess.TimeoutExpired:

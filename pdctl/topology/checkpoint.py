@@ -237,7 +237,7 @@ def _rope(config: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
         if (value := table.get("rope_theta")) is not None and _is_theta(value)
     }
     if len(thetas) > 1:
-        raise _Garbled(f"rope_theta has several values: {sorted(thetas)}")
+        raise _Garbled(f"rope_theta is written twice, with different values: {sorted(thetas)}")
     factor = config.get("partial_rotary_factor", tables[0].get("partial_rotary_factor"))
     if factor not in (None, 1, 1.0):
         raise _Garbled("partial rotary embeddings are not served (partial_rotary_factor)")

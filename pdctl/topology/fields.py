@@ -5,6 +5,7 @@ A reader raises `Unacceptable` with the end of a sentence that starts with the f
 
 from __future__ import annotations
 
+import difflib
 import enum
 import ipaddress
 import math
@@ -146,7 +147,11 @@ def choice(kind: type[E]) -> Callable[[object], E]:
         found = text(value)
         if found not in known:
             code = f"unknown_{kind.__name__.lower()}" if kind.__name__ == "Engine" else "bad_value"
-            raise Unacceptable(code, f"is {shown(found)}", "known values: " + ", ".join(known))
+            near = difflib.get_close_matches(found.lower(), known, n=1, cutoff=0.6)
+            meant = f'did you mean "{near[0]}"? ' if near else ""
+            raise Unacceptable(
+                code, f"is {shown(found)}", f"{meant}known values: {', '.join(known)}"
+            )
         return kind(found)
 
     return read

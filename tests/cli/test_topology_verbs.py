@@ -65,6 +65,12 @@ MALFORMED: Sequence[tuple[str, str, str]] = [
         'error: replica "p0": engine is "tgi"\n\nhint: known values: vllm, sglang, mlx\n',
     ),
     (
+        "a value's typo",
+        edited('"decode"', '"decoder"'),
+        'error: replica "d0": role is "decoder"\n\n'
+        'hint: did you mean "decode"? known values: prefill, decode, both\n',
+    ),
+    (
         "duplicate",
         edited('"d0"', '"p0"'),
         'error: two replicas are named "p0" (replicas[0] and replicas[1])\n',

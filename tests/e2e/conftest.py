@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from e2e.faults import Ledger, Request
 from e2e.mixed import BUFFER, Mixed
 from e2e.prompts import exact_prompt
 from e2e.way import Way
+from namespaces import Network, network
 from sshd import machines
 from tiny import make_checkpoint
 
@@ -86,6 +88,15 @@ def far_cluster(
         FarCluster(tmp_path_factory.mktemp("far"), checkpoints["llama"], found) as cluster,
     ):
         yield cluster
+
+
+@pytest.fixture(scope="module")
+def net() -> Iterator[Network]:
+    """On which machines have addresses of their own."""
+    if shutil.which("ss") is None:
+        pytest.skip("needs ss, to prove that nothing listens")
+    with network() as made:
+        yield made
 
 
 @pytest.fixture

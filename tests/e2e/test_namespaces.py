@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -12,10 +11,9 @@ from typing import Any
 
 import pytest
 from e2e.cluster import text_of
-from e2e.over_ssh import OverSsh, processes
+from e2e.over_ssh import OverSsh, apart, processes
 from e2e.prompts import exact_prompt
-from namespaces import Network, network
-from sshd import machines
+from namespaces import Network
 
 pytestmark = [pytest.mark.engine, pytest.mark.ssh]
 
@@ -34,23 +32,11 @@ PACE = 'env = { PDCTL_PACING_BYTES_PER_S = "1000000" }'
 
 
 @pytest.fixture(scope="module")
-def net() -> Iterator[Network]:
-    if shutil.which("ss") is None:
-        pytest.skip("needs ss, to prove that nothing listens")
-    with network() as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
 def cluster(
     net: Network, checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[OverSsh]:
     """Router and o0 here, p0 on gpu1, d0 on studio."""
-    addresses = {"local": net.address}
-    with machines() as far:
-        for name in ("gpu1", "studio"):
-            addresses[name] = net.add(name)
-            far.add(name, far.environment, address=addresses[name], inside=net.inside(name))
+    with apart(net, "gpu1", "studio") as (far, addresses):
         where = {"p0": "gpu1", "d0": "studio", "o0": "local"}
         folder = tmp_path_factory.mktemp("namespaces")
         made = OverSsh(folder, checkpoints["llama"], far, where, addresses)

@@ -98,7 +98,7 @@ def test_null_values_give_the_derived_defaults(tmp_path: Path) -> None:
         ({"vision_config": {"depth": 2}}, "vision"),
         ({"num_experts": 8}, "mixture-of-experts"),
         ({"partial_rotary_factor": 0.5}, "partial rotary"),
-        ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 1e6}}, "several values"),
+        ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 1e6}}, "different values"),
         ({"num_hidden_layers": ...}, "num_hidden_layers is missing"),
         ({"num_hidden_layers": "24"}, "num_hidden_layers is"),
         ({"num_key_value_heads": 3}, "can't share 3 KV heads"),

@@ -1,4 +1,4 @@
-"""Prefix KV shared between ordinary replicas: one store of canonical pages per host.
+"""Prefix KV shared between replicas: one store of canonical pages per host.
 
 keys       which pages a prompt has, as digests
 index      which pages are held, and which go first; pure

@@ -29,6 +29,8 @@ NEAR_OCTAVES = 1.0
 FADES_S = 30.0
 """Half-life of a drift that nothing confirms."""
 LARGEST_DRIFT = 100.0
+FAR = 2.0
+"""Beyond this multiple of the longest prompt that was measured a time is an extrapolation."""
 
 
 class Seen(msgspec.Struct, frozen=True):
@@ -144,6 +146,11 @@ class Book:
         measured."""
         curve = self.curve(path)
         return None if curve is None else curve.at(tokens) * self.drift(path, tokens, now)
+
+    def extrapolates(self, path: str, tokens: int) -> bool:
+        """Whether what is expected of such a prompt comes from much shorter ones."""
+        curve = self.curve(path)
+        return curve is not None and tokens > FAR * curve.longest
 
     def steps_s(self, replica: str) -> list[float]:
         """Decode steps of streams that ran alone, by whatever path ends on this replica."""

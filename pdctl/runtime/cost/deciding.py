@@ -1,6 +1,7 @@
 """P/D or alone, per request: the faster, unless that would flap or leave a path unknown.
 
-1. a path that was never measured is tried first, once per path and class of length
+1. a path that was never measured is tried first, once per path and class of length; so is one
+   whose time is extrapolated from much shorter prompts, where that is within `WORTH` of the best
 2. of each kind (P/D, alone) the path that is expected to be fastest stands for it
 3. the kind that was taken for this class of length last stays, unless the other is expected to
    be faster by more than `HELD` of its time
@@ -23,6 +24,7 @@ from pdctl.runtime.cost.curve import length_class
 HELD = 0.05
 EVERY = 16
 SHARE = 0.02
+WORTH = 2.0
 
 FASTER, HELD_ON, EXPLORED, UNMEASURED, ONLY = "faster", "held", "explored", "unmeasured", "only"
 REASONS = (FASTER, HELD_ON, EXPLORED, UNMEASURED, ONLY)
@@ -34,6 +36,8 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
     path: str
     total_s: float | None
     """Expected time to the first token, behind what is queued; None where nothing was measured."""
+    extrapolated: bool = False
+    """From prompts that are much shorter."""
 
     @property
     def splits(self) -> bool:
@@ -96,15 +100,14 @@ class Decider:
     def _chosen(self, options: Sequence[Option], kind: int) -> tuple[Option, str]:
         if len(options) == 1:
             return options[0], ONLY
-        unknown = [o for o in options if o.total_s is None]
-        for option in unknown:
-            if (option.path, kind) not in self._tried:
+        known = [o for o in options if o.total_s is not None]
+        best = min(known, key=_time, default=None)
+        for option in options:
+            if _is_worth_a_try(option, best) and (option.path, kind) not in self._tried:
                 self._tried.add((option.path, kind))
                 return option, UNMEASURED
-        known = [o for o in options if o.total_s is not None]
-        if not known:
+        if best is None:
             return options[0], UNMEASURED
-        best = min(known, key=_time)
         self._since += 1
         self.expected_s += _time(best)
         longest = min(known, key=lambda o: self._taken.get(o.path, 0))
@@ -127,6 +130,12 @@ class Decider:
         self._since = 0
         self.exploring_s += loss_s
         return True
+
+
+def _is_worth_a_try(option: Option, best: Option | None) -> bool:
+    if option.total_s is None or best is None:
+        return True
+    return option.extrapolated and option.total_s <= WORTH * _time(best)
 
 
 def _time(option: Option) -> float:

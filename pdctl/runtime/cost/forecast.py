@@ -17,12 +17,12 @@ from pdctl.topology.model import PAGE_TOKENS
 from pdctl.topology.plan import Plan
 
 LENGTHS = (51, 184, 744, 2844, 8000)
+FEW = 3
+"""Fewer of the longest prompts than these are a first impression."""
 SCANNED = 64
 """Lengths that are compared for a break-even."""
 ABOUT = 0.5
 """Octaves between two lengths that are about the same."""
-FAR = 2.0
-"""Beyond this multiple of the longest prompt that was measured a figure is an extrapolation."""
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,7 +111,7 @@ def _path(path: str, book: Book, lengths: Sequence[int]) -> PathForecast:
                 tokens=n,
                 ttft_ms=curve.at(n) * 1e3,
                 samples=sum(abs(math.log2(s.tokens / n)) <= ABOUT for s in record.samples),
-                extrapolated=n > FAR * curve.longest,
+                extrapolated=book.extrapolates(path, n),
             )
             for n in lengths
         ),
@@ -142,6 +142,8 @@ def _pair(plan: Plan, path: str, book: Book, paths: Sequence[str]) -> PairForeca
     )
     found = _with_enough(found, plan, prefill, theirs, record.samples)
     words = _words(plan, found, ours, theirs, prefill)
+    if min(curve.points[-1].count for curve in (ours, theirs)) < FEW:
+        words += " (by few requests)"
     return msgspec.structs.replace(found, words=words)
 
 
@@ -228,13 +230,13 @@ def _words(
     p, d = (plan.replica(name) for name in replicas_of(found.path))
     pair = f"{p.engine} → {d.engine} ({found.path})"
     if found.break_even_tokens is not None:
-        longest = round(ours.longest)
+        longest = round(min(ours.longest, theirs.longest))
         times = theirs.at(longest) / ours.at(longest)
         start = found.break_even_tokens
         since = "at every length" if start <= 2 else f"from {start} tokens on"
         if start > longest:
             return f"{pair} pays {since}, beyond the {longest} that were measured"
-        return f"{pair} pays {since}: × {times:.2g} at {longest} tokens, against {found.alone}"
+        return f"{pair} pays {since}: × {times:.3g} at {longest} tokens, against {found.alone}"
     if found.pays_below_tokens is not None:
         return f"{pair} pays up to {found.pays_below_tokens} tokens only, against {found.alone}"
     return f"{pair} never pays here: {_why(found, ours, theirs, prefill)}"

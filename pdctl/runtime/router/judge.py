@@ -114,7 +114,11 @@ class Judge:
         left = max(1, tokens - self._held(path.prefill or path.decode, ask))
         alone_s = self.book.expected_s(path.text, left, time.time())
         behind_s = None if alone_s is None else self.queues.waits(path.text, now_s).total_s(alone_s)
-        return Option(path=path.text, total_s=behind_s)
+        return Option(
+            path=path.text,
+            total_s=behind_s,
+            extrapolated=self.book.extrapolates(path.text, left),
+        )
 
     def expected_s(self, path: str, tokens: int) -> float | None:
         """On replicas that do nothing else, now."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,15 +13,17 @@ from typing import Any
 import numpy as np
 import pytest
 from engines.vllm.sides import BLOCK, GEOMETRY, Side
-from handoff.store.stores import CONTRACT, Host, Replica, clients, host
+from handoff.store.stores import CONTRACT, WAIT_S, Host, Replica, clients, host
 
 from pdctl.engines.interface import Leg
 from pdctl.engines.vllm.steps import Begin, Export, Finish, News, Notice, Place, Seek
 from pdctl.handoff.identity import Identity
 from pdctl.handoff.receiver import Receiver
 from pdctl.handoff.sender import Sender
+from pdctl.handoff.store.interface import Loan
 from pdctl.handoff.store.keys import PromptKeys
 from pdctl.handoff.ticket import mint
+from pdctl.topology.model import PAGE_TOKENS
 
 KEY = bytes(32)
 IDS = list(range(1000, 1200))
@@ -34,7 +37,7 @@ class Pair:
     client that fills it."""
 
     def __init__(self, stack: ExitStack, store: Host, *, decode_shares: bool) -> None:
-        self.store = store
+        self.store, self._decode_looks = store, decode_shares
         p, d, self.other = stack.enter_context(clients(store.path, 3))
         common: dict[str, Any] = {"timeout_s": 20.0, "on_failed": lambda *failed: None}
         sender = Sender(
@@ -59,6 +62,8 @@ class Pair:
         for side in (self.p, self.d):
             stack.callback(side.half.close)
         self.p_client, self.d_client = p, d
+        self._looked = threading.Event()
+        self._watch(d)
         self.leg = Leg(
             room=5,
             ticket=mint(KEY, 5, "p0", "d0", CONTRACT.digest, time.time() + 60),
@@ -67,6 +72,16 @@ class Pair:
             sender=f"127.0.0.1:{sender.start()}",
             timeout_s=20.0,
         )
+
+    def _watch(self, client: Replica) -> None:
+        borrow = client.store.borrow
+
+        def watched(keys: Sequence[bytes], timeout_s: float) -> Loan:
+            loan = borrow(keys, timeout_s)
+            self._looked.set()
+            return loan
+
+        client.store.borrow = watched  # type: ignore[method-assign]
 
     def begin(self, salt: str = "") -> None:
         """Both legs, until prefill may look into the store."""
@@ -95,12 +110,18 @@ class Pair:
         self.p.step(finish=[Finish(request_id="r", first_token=3)])
 
     def place(self, held: int = 0) -> None:
+        """Decode has blocks; returns once it has looked into its store, where it does: what
+        prefill stores from then on comes too late."""
         private = TARGET[held // BLOCK :]
         self.d.step(place=[Place(request_id="r", blocks=TARGET, held_tokens=held, private=private)])
+
+        if self._decode_looks and held + PAGE_TOKENS < len(IDS):
+            assert self._looked.wait(WAIT_S)
 
     def committed(self) -> None:
         self.d.until(lambda: self.d.loaded == {"r"})
         assert self.d.lost == set()
+        self.d.until(lambda: self.d_client.board.read().handoffs_active == 0)
 
 
 def row(side: Side, blocks: list[int], start: int, stop: int) -> Any:

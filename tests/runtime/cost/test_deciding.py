@@ -17,6 +17,7 @@ from pdctl.runtime.cost.deciding import (
     ONLY,
     SHARE,
     UNMEASURED,
+    WORTH,
     Decider,
     Option,
 )
@@ -90,6 +91,20 @@ def test_a_path_that_was_never_measured_is_tried_once_per_class_of_lengths() -> 
     assert [d.reason for d in reasons] == [UNMEASURED, ONLY, ONLY, ONLY]
     assert reasons[0].path == "p0>d0"
     assert decider.decide(options(pd=None, d0=1.0), 1000).reason == UNMEASURED
+
+
+def test_what_is_extrapolated_is_tried_once_where_it_may_be_the_best() -> None:
+    """Per class of lengths, and not where it is expected to be far slower."""
+    decider = Decider()
+    for slower, tried in ((WORTH * 0.99, True), (WORTH * 1.01, False)):
+        far = [
+            Option(path="p0>d0", total_s=slower, extrapolated=True),
+            Option(path="d0", total_s=1.0),
+        ]
+        tokens = 1000 if tried else 4000
+        taken = [decider.decide(far, tokens) for _ in range(5)]
+        assert [d.reason == UNMEASURED for d in taken] == [tried, *[False] * 4]
+        assert {d.path for d in taken[1:]} == {"d0"}
 
 
 def test_the_only_path_is_taken() -> None:

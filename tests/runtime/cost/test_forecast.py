@@ -113,7 +113,29 @@ def test_a_break_even_beyond_what_was_measured_says_so() -> None:
     (found,) = forecast_of(d0=record("d0", alone), pair=pair).pairs
     assert found.break_even_tokens is not None
     assert 1500 < found.break_even_tokens < 1900
-    assert found.words.endswith("tokens on, beyond the 1500 that were measured")
+    assert found.words.endswith("beyond the 1500 that were measured (by few requests)")
+
+
+def test_two_paths_are_compared_where_both_were_measured() -> None:
+    """Beyond the 51 tokens of d0 there is no figure to hold the pair's against."""
+    short = record("d0", alone)
+    short = msgspec.structs.replace(short, samples=short.samples[:1])
+    (found,) = forecast_of(d0=short, pair=record("p0>d0", lambda n: 0.01 + 0.5e-3 * n)).pairs
+    assert found.words.endswith("× 1.44 at 51 tokens, against d0 (by few requests)")
+
+
+def test_what_three_requests_say_is_said_without_a_doubt() -> None:
+    """Of the longest prompts, on either path."""
+    often = {path: record(path, lambda n: 1e-3 * n) for path in ("d0", "p0>d0")}
+    often = {p: msgspec.structs.replace(r, samples=r.samples * 3) for p, r in often.items()}
+    for path, doubted in ((None, False), ("d0", True), ("p0>d0", True)):
+        found = {**often}
+        if path is not None:
+            found[path] = msgspec.structs.replace(
+                often[path], samples=often[path].samples[: len(MEASURED)]
+            )
+        (pair,) = forecast_of(d0=found["d0"], pair=found["p0>d0"]).pairs
+        assert pair.words.endswith("(by few requests)") is doubted
 
 
 def test_a_slow_prefill_replica_never_pays_and_says_by_how_much() -> None:

@@ -58,7 +58,8 @@ class World:
             alone_s = self.book.expected_s(path, tokens, self.now)
             assert alone_s is not None
             total_s = self.queues.waits(path, self.now).total_s(alone_s)
-            options.append(Option(path=path, total_s=total_s))
+            far = self.book.extrapolates(path, tokens)
+            options.append(Option(path=path, total_s=total_s, extrapolated=far))
         decision = self.decider.decide(options, tokens)
         path = decision.path
         curve = self.book.curve(path)
@@ -88,6 +89,16 @@ class World:
 def test_the_faster_path_is_taken_from_the_beginning(seed: int, tokens: int, factor: float) -> None:
     assert World(seed, pair=1.0, alone=factor).follows(PAIR, max(tokens, 200))
     assert World(seed, pair=factor, alone=1.0).follows(ALONE, max(tokens, 200))
+
+
+@same_worlds
+@given(seeds, st.integers(1600, 8000), st.floats(CLEAR, 1.6))
+def test_far_beyond_what_was_measured_the_faster_path_is_found(
+    seed: int, tokens: int, factor: float
+) -> None:
+    """Scatter at 768 tokens is many times as much at 8,000: the other path is tried there."""
+    assert World(seed, pair=1.0, alone=factor).follows(PAIR, tokens)
+    assert World(seed, pair=factor, alone=1.0).follows(ALONE, tokens)
 
 
 @same_worlds

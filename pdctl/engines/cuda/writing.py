@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -66,6 +67,8 @@ class Writer:
     def __init__(self, copies: Copies, side: SideStream, memory: Callable[[int], Bytes]) -> None:
         self._copies, self._side, self._memory = copies, side, memory
         self._thread = _Thread()
+        self._spare: deque[Bytes] = deque()
+        """Such memory that no thread uses: making it takes milliseconds."""
 
     def write(
         self, places: NDArray[np.int64], first_slot: int, first_layer: int, piece: Patterns
@@ -100,6 +103,8 @@ class Writer:
         if self._thread.pieces:
             self._scatter()
         self._thread.wait()
+        self._spare.extend(self._thread.near)
+        self._thread.near, self._thread.turn = [], 0
 
     def begin(self, pieces: Sequence[Piece], *, programs: int = PROGRAMS) -> Copying:
         """One launch for those of the same layers; the caller keeps what comes back until it is
@@ -142,7 +147,13 @@ class Writer:
         thread = self._thread
         at, thread.turn = thread.turn, (thread.turn + 1) % (2 * BATCH_PIECES)
         if at == len(thread.near):
-            thread.near.append(self._memory(size))
-        elif thread.near[at].nbytes < size:
+            thread.near.append(self._spared(size))
+        if thread.near[at].nbytes < size:
             thread.near[at] = self._memory(size)
         return thread.near[at][:size]
+
+    def _spared(self, size: int) -> Bytes:
+        try:
+            return self._spare.pop()
+        except IndexError:
+            return self._memory(size)

@@ -136,13 +136,14 @@ def test_pieces_beyond_the_gpus_reach_are_placed_too() -> None:
     slots = slots_of(pool, PAGES, ROW, None if ON_GPU else Late(), reaches=False)
     reference = SlotPool(plain, PAGES)
     piece, rng = np.zeros(PAGES.shape, PATTERN), np.random.default_rng(5)
-    for turn in range(5 * writing.BATCH_PIECES + 1):
-        piece[:] = rng.integers(0, 1 << 14, piece.shape)
-        at = turn % BLOCKS, range(turn % 3, 64 - turn), 0, piece
-        slots.write(*at)
-        reference.write(*at)
-    slots.flush()
-    assert same(pool, plain)
+    for count in (5 * writing.BATCH_PIECES + 1, 3):
+        for turn in range(count):
+            piece[:] = rng.integers(0, 1 << 14, piece.shape)
+            at = turn % BLOCKS, range(turn % 3, 64 - turn), 0, piece
+            slots.write(*at)
+            reference.write(*at)
+        slots.flush()
+        assert same(pool, plain)
     slots.close()
 
 

@@ -10,7 +10,7 @@ the time is over.
 
     python bench/gpu_idle.py --vllm-python PYTHON --tokenizer CHECKPOINT
 
-Seconds on one H200 with 16 cores: up 130, of which graphs take the last 40; a round of six ways 0.3
+Seconds on one H200 with 16 cores: up 145, of which graphs take the last 40; a round of six ways 0.3
 (51 tokens) to 0.5 (8000 tokens); 200 rounds of a length some 80.
 """
 

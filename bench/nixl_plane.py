@@ -9,8 +9,12 @@ Two processes on one host, four ways of moving the same pages by turns in one ru
   page; no checksum, no message but the order.
 
 The clock runs in the sending process, from the order until Done, or the answer. The figure is the
-median of each over several pairs of processes. It needs NIXL in its environment
-(`pip install --no-deps nixl-cu12`).
+median of each over several pairs of processes.
+
+Beside that, what a process with one agent takes of a core while nothing moves: pdctl's, and one as
+NIXL's Python layer makes it by itself.
+
+It needs NIXL in its environment (`pip install --no-deps nixl-cu12`).
 
     python bench/nixl_plane.py [--repetitions 12] [--pairs 3] [--output DIR]
 """
@@ -38,10 +42,11 @@ from pdctl.handoff.page import PageGeometry
 from pdctl.handoff.receiver import Receiver
 from pdctl.handoff.sender import Outbound, Sender
 from pdctl.handoff.ticket import mint
-from pdctl.handoff.transport.nixl import NixlReach
+from pdctl.handoff.transport.nixl import NixlReach, load
 
 PACKAGES = ("numpy", "msgspec", "xxhash", "nixl-cu12")
 WAYS = ("tcp", "nixl", "plain read", "plain write")
+IDLE_S = 3.0
 
 
 class Alone:
@@ -209,6 +214,32 @@ def measured(name: str, repetitions: int, pairs: int) -> dict[str, Any]:
     }
 
 
+def agent(ours: bool) -> object:
+    if ours:
+        return NixlReach("idle", one_host=True)
+    library = load()
+    return library.nixl_agent("idle", library.nixl_agent_config(backends=["UCX"]))
+
+
+def idle(answer: Connection, ours: bool) -> None:
+    kept = agent(ours)
+    began_s = time.process_time()
+    time.sleep(IDLE_S)
+    answer.send((time.process_time() - began_s) / IDLE_S)
+    del kept
+
+
+def share_of_a_core(ours: bool) -> float:
+    """What a process with one agent takes of it while nothing moves."""
+    context = multiprocessing.get_context("spawn")
+    answer, theirs = context.Pipe()
+    child = context.Process(target=idle, args=(theirs, ours))
+    child.start()
+    share = float(answer.recv())
+    child.join(TIMEOUT_S)
+    return share
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--repetitions", type=int, default=12)
@@ -219,7 +250,10 @@ def main() -> int:
     for each in results:
         rates = ", ".join(f"{way} {rate:.2f}" for way, rate in each["gb_per_s"].items())
         print(f"{each['shape']}, {each['pages']} pages of {each['page_bytes']} B, GB/s: {rates}")
-    report_of = {"method": __doc__, "machine": machine(*PACKAGES), "results": results}
+    shares = {"pdctl": share_of_a_core(True), "nixl": share_of_a_core(False)}
+    print("of a core while idle:", ", ".join(f"{who} {took:.3f}" for who, took in shares.items()))
+    described = {"method": __doc__, "machine": machine(*PACKAGES)}
+    report_of = {**described, "results": results, "idle_share_of_a_core": shares}
     print(write(options.output, "nixl_plane", report_of))
     return 0
 

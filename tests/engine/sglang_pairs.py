@@ -18,8 +18,9 @@ from engine.vllm_pairs import (
     completion,
 )
 from engines.replicas import Pair, Process, text_of
+from engines.vllm_replicas import VllmProcess
 
-from pdctl.topology.model import PAGE_TOKENS
+from pdctl.topology.model import PAGE_TOKENS, Transport
 
 CHUNK_TOKENS = 128
 CONTEXT_TOKENS = 2048
@@ -44,6 +45,16 @@ class Fleet:
         """Of "sglang>mlx" and its like."""
         prefill, decode = name.split(">")
         return Pair(self._ends[prefill][0], self._ends[decode][1])
+
+
+def over_nixl(process: VllmProcess, *peers: str, device: bool = False) -> VllmProcess:
+    """Pages to or from these peers go as where the file says so, and lie on a device where it names
+    some, to others over TCP; before the process is started."""
+    agent = process.agent
+    transports = dict.fromkeys(peers, Transport.NIXL)
+    changed = {"transports": transports, "device_pages": device}
+    agent.assignment = msgspec.structs.replace(agent.assignment, **changed)
+    return process
 
 
 def check_text(fleet: Fleet, name: str, tokens: int, path: str, agreement: Agreement) -> None:

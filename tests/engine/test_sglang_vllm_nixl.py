@@ -14,34 +14,24 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
-import msgspec
 import pytest
 from agreement import Agreement
 from e2e.prompts import exact_prompt
 from engine import witness
 from engine.held import VllmWitness, rounded_once
-from engine.sglang_pairs import CHUNK_TOKENS, Fleet, check_text
+from engine.sglang_pairs import CHUNK_TOKENS, Fleet, check_text, over_nixl
 from engine.vllm_pairs import COMPLETIONS, alone, check_at_rest, completion, until
 from engines.replicas import Pair, contract_of, text_of
 from engines.sglang_replicas import SglangProcess, needs_sglang
 from engines.vllm_replicas import VllmProcess, needs_vllm
 
 from pdctl.engines.session import DEVICE_ENV
-from pdctl.topology.model import Role, Transport
+from pdctl.topology.model import Role
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, needs_sglang, needs_vllm]
 
 PAIRS = ("vllm>vllm", "vllm>sglang", "sglang>vllm", "sglang>sglang")
 NAMES = ("vp4", "vd4", "sp4", "sd4")
-
-
-def over_nixl(process: VllmProcess, *, device: bool) -> VllmProcess:
-    """As the agent assigns it where the file says so; before the process is started."""
-    agent = process.agent
-    peers = dict.fromkeys(NAMES, Transport.NIXL)
-    changed = msgspec.structs.replace(agent.assignment, transports=peers, device_pages=device)
-    agent.assignment = changed
-    return process
 
 
 @pytest.fixture(scope="module", params=["host", "device"])
@@ -53,7 +43,7 @@ def fleet(folder: Path, llama_dir: Path, request: pytest.FixtureRequest) -> Iter
 
         def start(kind: type[VllmProcess], name: str, role: Role, **options: object) -> VllmProcess:
             made = kind(folder, name, role, llama_dir, contract, env=env, **options)
-            return stack.enter_context(over_nixl(made, device=device))
+            return stack.enter_context(over_nixl(made, *NAMES, device=device))
 
         vllm = {"block_size": 64, "max_num_batched_tokens": CHUNK_TOKENS}
         vp = start(VllmWitness, "vp4", Role.PREFILL, **vllm)

@@ -1,4 +1,5 @@
-"""SGLang to vLLM and vLLM to SGLang: real processes, text equal to one that serves alone."""
+"""SGLang to vLLM and vLLM to SGLang over TCP, each to itself over NIXL: real processes, text equal
+to one that serves alone."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from agreement import Agreement
-from engine.sglang_pairs import CHUNK_TOKENS, Fleet, check_one_contract, check_text
+from engine.sglang_pairs import CHUNK_TOKENS, Fleet, check_one_contract, check_text, over_nixl
 from engine.vllm_pairs import CHAT, COMPLETIONS, LENGTHS
 from engines.replicas import contract_of
 from engines.sglang_replicas import SglangProcess, needs_sglang
@@ -25,18 +26,18 @@ def fleet(folder: Path, llama_dir: Path) -> Iterator[Fleet]:
     contract = contract_of(llama_dir)
     with ExitStack() as stack:
 
-        def sglang(name: str, role: Role, **options: object) -> SglangProcess:
-            made = SglangProcess(folder, name, role, llama_dir, contract, **options)
-            return stack.enter_context(made)
+        def start(
+            kind: type[VllmProcess], name: str, role: Role, nixl: str, **options: object
+        ) -> VllmProcess:
+            made = kind(folder, name, role, llama_dir, contract, **options)
+            return stack.enter_context(over_nixl(made, nixl))
 
-        def vllm(name: str, role: Role, **options: object) -> VllmProcess:
-            made = VllmProcess(folder, name, role, llama_dir, contract, **options)
-            return stack.enter_context(made)
-
-        vp = vllm("vp1", Role.PREFILL, block_size=128, max_num_batched_tokens=CHUNK_TOKENS)
-        vd = vllm("vd1", Role.DECODE)
-        sp = sglang("sp1", Role.PREFILL, chunked_prefill_size=CHUNK_TOKENS)
-        sd = sglang("sd1", Role.DECODE)
+        vllm = {"block_size": 128, "max_num_batched_tokens": CHUNK_TOKENS}
+        sglang = {"chunked_prefill_size": CHUNK_TOKENS}
+        vp = start(VllmProcess, "vp1", Role.PREFILL, "vd1", **vllm)
+        vd = start(VllmProcess, "vd1", Role.DECODE, "vp1")
+        sp = start(SglangProcess, "sp1", Role.PREFILL, "sd1", **sglang)
+        sd = start(SglangProcess, "sd1", Role.DECODE, "sp1")
         for process in (sp, sd, vp, vd):
             process.await_ready()
         yield Fleet(vd, {"sglang": (sp, sd), "vllm": (vp, vd)})
@@ -50,6 +51,17 @@ def test_text_through_a_pair_equals_text_of_one(
 ) -> None:
     """R25, R31, U13: as with any other pair."""
     check_text(fleet, name, tokens, path, agreement)
+
+
+@pytest.mark.parametrize("tokens", [65, 700])
+@pytest.mark.parametrize("name", ["vllm>vllm", "sglang>sglang"])
+def test_text_over_nixl_equals_text_of_one(
+    fleet: Fleet, name: str, tokens: int, agreement: Agreement
+) -> None:
+    """R25: the same replicas hand over by both ways, each with another peer."""
+    check_text(fleet, name, tokens, COMPLETIONS, agreement)
+    for end in (fleet.pair(name).prefill, fleet.pair(name).decode):
+        assert end.agent.ready.terms["transports"] == ["tcp", "nixl"]
 
 
 def test_one_checkpoint_is_one_contract(fleet: Fleet) -> None:

@@ -75,15 +75,16 @@ async def test_a_hosts_store_lives_as_long_as_its_agent(tmp_path: Path) -> None:
 
 
 def test_replicas_are_told_of_their_hosts_store(tmp_path: Path) -> None:
-    """Ordinary ones alone; the store runs in the agent's own environment, with the same ties as
-    every process; its assignment has the budget, and no port where no other host has one."""
+    """Of every role; the store runs in the agent's own environment, with the same ties as every
+    process; its assignment has the budget, and no port where no other host has one."""
     roles = {"p0": "prefill", "d0": "decode", **ROLES}
     with written(tmp_path, roles=roles, sharing=SHARING) as (state, record):
         orders = Orders(record, state, "local", environ={})
         seats = {r.name: orders.assignment(r).store for r in record.plan.replicas}
-        assert seats["p0"] is seats["d0"] is None
         seat = seats["o0"]
         assert seat is not None
+        assert set(seats) == {"p0", "d0", "o0", "o1"}
+        assert all(each == seat for each in seats.values())
         assert seat.socket == f"{record.socket_dir}/local.kv"
         assert orders.store is not None
         assigned = orders.store_assignment(orders.store)

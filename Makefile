@@ -30,7 +30,7 @@ PYTEST := $(BIN)/python -m pytest --durations=10 --durations-min=1
 TWO_AT_ONCE := -n 2 --dist loadscope
 VLLM_TESTS = $(wildcard tests/*/test_vllm_*.py) tests/engine/test_held_bits.py
 SGLANG_TESTS = $(wildcard tests/engine/test_sglang_*.py) $(wildcard tests/e2e/test_sglang_*.py)
-NIXL_TESTS := $(patsubst %,tests/handoff/test_%.py,nixl sessions cancellations)
+NIXL_TESTS := $(patsubst %,tests/handoff/test_%.py,nixl sessions cancellations device)
 
 # An environment has up to 20,000 modules, and what runs in it imports 3,000: those are compiled
 # when they are first imported, and stay so.

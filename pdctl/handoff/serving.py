@@ -6,7 +6,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import msgspec
 
@@ -19,10 +19,10 @@ from pdctl.errors import (
     handoff_error,
 )
 from pdctl.handoff import wire
-from pdctl.handoff.device import Run
 from pdctl.handoff.handshake import challenge
 from pdctl.handoff.identity import Identity
 from pdctl.handoff.lease import DEAD_S, Verdict
+from pdctl.handoff.leaving import send_part
 from pdctl.handoff.link import Link
 from pdctl.handoff.outbound import Outbound
 from pdctl.handoff.prompt import Over
@@ -281,7 +281,7 @@ class Serving:
                 self._finish(outbound, step)
                 return
             if isinstance(step, PagePart):
-                self._send_part(outbound, step)
+                send_part(self._link, outbound, step, reads=self.reads)
             else:
                 self._link.send(step, outbound.room)
 
@@ -290,26 +290,6 @@ class Serving:
             outbound.settle()
             self._link.send(_abort(step.tell), outbound.room)
             self.unblock()
-
-    def _send_part(self, outbound: Outbound, part: PagePart) -> None:
-        if outbound.on_device:
-            self._spread(outbound, [part, *outbound.more_parts(wire.MAX_SPREAD - 1)])
-            return
-        piece = outbound.part_bytes(part)
-        assert isinstance(piece, memoryview)
-        send = self._link.send_placed if self.reads else self._link.send_piece
-        send(outbound.room, part.page, part.first_layer, piece)
-        outbound.sent_bytes += piece.nbytes
-
-    def _spread(self, outbound: Outbound, parts: Sequence[PagePart]) -> None:
-        """Says where these lie."""
-        runs = [run for part in parts if isinstance(run := outbound.part_bytes(part), Run)]
-        spots = tuple(
-            wire.Spot(part.page, part.first_layer, part.layers, run.address)
-            for part, run in zip(parts, runs, strict=True)
-        )
-        self._link.send_spread(outbound.room, runs[0].memory.index, spots)
-        outbound.sent_bytes += sum(run.size for run in runs)
 
 
 def _abort(error: HandoffError) -> wire.Abort:

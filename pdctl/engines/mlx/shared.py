@@ -29,6 +29,8 @@ class SharedPrefix:
         self._store = store
         self._prompt = store.prompt(call.prompt.tokens, call.salt)
         self._granted = threading.Event()
+        self._lock = threading.Lock()
+        self._inserted = False
         self._keys = self._prompt.stored()
         self._stored = 0
         """Leading pages that the store has, or was given."""
@@ -53,7 +55,13 @@ class SharedPrefix:
             taken = False
         if not loan.release(self.positions if taken else 0) or not taken:
             self._engine.slots.give_back(self)
-        self._engine.insert(self._call)
+        self._insert()
+
+    def _insert(self) -> None:
+        with self._lock:
+            first, self._inserted = not self._inserted, True
+        if first:
+            self._engine.insert(self._call)
 
     def _take(self, loan: Loan, until_s: float) -> bool:
         self._engine.slots.ask(self)
@@ -73,10 +81,13 @@ class SharedPrefix:
         return self._engine.kept_positions(self._call) + PAGE_TOKENS <= self.positions
 
     def grant(self, memory: ImportedCache | None, refusal: Exception | None = None) -> None:
-        """Loop's thread."""
+        """Loop's thread. A call that needs no copy joins the batch in this turn of the loop: one
+        with another prompt in it may take seconds."""
         if refusal is not None:
             log.warning("no memory for %d shared positions: %s", self.positions, refusal)
         self.memory = memory
+        if memory is None:
+            self._insert()
         self._granted.set()
 
     def computed(self, caches: list[Any], row: int, positions: int) -> None:

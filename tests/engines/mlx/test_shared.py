@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,25 @@ def test_its_own_prefix_comes_before_the_stores(pair: list[Ordinary]) -> None:
     a.stored(4)
     assert a.answer(prompt)[1] == 199
     assert a.count("read_pages") == 0
+
+
+def test_what_needs_no_copy_joins_the_batch_in_the_same_turn(
+    pair: list[Ordinary], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop puts the call there itself: a turn with another's prompt in it may take seconds."""
+    a, _ = pair
+    prompt = f"a{digits(199, seed=10)}"
+    a.answer(prompt)
+    a.stored(4)
+    threads, insert = [], a.loop.insert
+
+    def inserted(call: Call) -> None:
+        threads.append(threading.current_thread())
+        insert(call)
+
+    monkeypatch.setattr(a.loop, "insert", inserted)
+    assert a.answer(prompt)[1] == 199
+    assert threads == [a.loop._generation_thread]
 
 
 def test_salted_prompts_are_of_their_tenant_alone(pair: list[Ordinary]) -> None:

@@ -19,7 +19,7 @@ from pdctl.engines.sglang import joining, stepping  # noqa: E402
 from pdctl.engines.sglang.sending import PrefillLeg  # noqa: E402
 from pdctl.engines.sglang.stepping import Stepping  # noqa: E402
 
-SOURCE, TARGET = [3, 1, 6, 0], [2, 7, 4, 5]
+SOURCE, TARGET = [3, 1, 6, 0, 2, 4, 5], [2, 7, 4, 5, 0, 1, 3]
 ROW = 1
 """The request's, in SGLang's table."""
 
@@ -232,7 +232,7 @@ def test_the_room_is_named_after_the_last_copy(pair: Pair) -> None:
     sending, receiving = ready(pair, 193)
     assert pair.d.side.fenced == 1
     run(Stepping(pair.p.pool), batch_of(sending, 0, 193))
-    sending.send(SOURCE)
+    sending.send(SOURCE[:4])
     until(lambda: len(pair.d.side.waiting) > 0)
     assert (receiving.poll(), pair.d.rows.bootstrap_room[2, 0]) == (KVPoll.Transferring, 0)
     pair.d.side.go.set()
@@ -244,9 +244,10 @@ def test_the_room_is_named_after_the_last_copy(pair: Pair) -> None:
 def test_decode_says_failed_only_when_no_copy_is_under_way(pair: Pair) -> None:
     """R10, U1: SGLang takes the blocks back at that word."""
     pair.d.side.go.clear()
-    sending, receiving = ready(pair, 193)
-    run(Stepping(pair.p.pool), batch_of(sending, 0, 193))
-    sending.send(SOURCE)
+    sending, receiving = ready(pair, 448)
+    # what is being committed can't be aborted any more
+    run(Stepping(pair.p.pool), batch_of(sending, 0, 384))
+    sending.send(SOURCE[:6])
     until(lambda: len(pair.d.side.waiting) > 0)
     receiving.abort()
     until(lambda: receiving._inbound.error is not None)

@@ -30,14 +30,14 @@ PYTEST := $(BIN)/python -m pytest --durations=10 --durations-min=1
 TWO_AT_ONCE := -n 2 --dist loadscope
 VLLM_TESTS = $(wildcard tests/*/test_vllm_*.py) tests/engine/test_held_bits.py
 SGLANG_TESTS = $(wildcard tests/engine/test_sglang_*.py) $(wildcard tests/e2e/test_sglang_*.py)
-NIXL_TESTS := $(patsubst %,tests/handoff/test_%.py,nixl sessions cancellations)
+NIXL_TESTS := $(patsubst %,tests/handoff/test_%.py,nixl sessions cancellations device)
 
 # An environment has up to 20,000 modules, and what runs in it imports 3,000: those are compiled
 # when they are first imported, and stay so.
 PIP_INSTALL := $(PIP) install --no-compile
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test cases environments test-engines test-mlx test-far test-soak test-soak-engines test-nixl test-sharing test-gpu test-pinned test-newest venv-vllm test-vllm venv-sglang test-sglang venv-guidellm check format bench bench-clients fidelity clean help
+.PHONY: demo test cases environments test-engines test-mlx test-far test-soak test-soak-engines test-nixl test-sharing test-gpu test-pinned test-newest venv-vllm test-vllm venv-sglang test-sglang test-sglang-steps venv-guidellm check format bench bench-clients fidelity clean help
 
 help:  ## what each target does
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /	/' | expand -t 16
@@ -114,12 +114,15 @@ test-vllm: $(STAMP) $(VLLM_STAMP) $(GUIDELLM_STAMP)  ## of those, vLLM's, alone 
 	$(BIN)/pdctl demo-model
 	$(PYTEST) -m "engine and not slow" $(filter tests/e2e/%,$(VLLM_TESTS))
 	$(PYTEST) -m "engine and not slow" $(filter-out tests/e2e/%,$(VLLM_TESTS))
-	$(VLLM)/bin/python -m pytest tests/engines/vllm/test_cuda_*.py
+	$(VLLM)/bin/python -m pytest -m "not slow and not gpu" tests/engines/cuda tests/engines/vllm/test_cuda_*.py
 	$(VLLM)/bin/python -m pytest -k "nixl and not very_long" $(NIXL_TESTS)
 
 test-sglang: $(STAMP) $(VLLM_STAMP) $(SGLANG_STAMP)  ## of those, SGLang's, alone and with the others
 	$(PYTEST) -m "engine and not slow" $(SGLANG_TESTS)
 	$(SGLANG)/bin/python -m pytest tests/engines/sglang
+
+test-sglang-steps: $(STAMP) $(SGLANG_STAMP)  ## SGLang's real scheduler around the copies of a GPU, in Triton's interpreter
+	$(PYTEST) -m "engine and slow" tests/engine/test_sglang_steps.py
 
 test-far: $(STAMP)  ## hosts over SSH: real sshds on loopback; skips where there is no sshd
 	$(PYTEST) $(TWO_AT_ONCE) -m "ssh and not slow"
@@ -135,14 +138,15 @@ test-soak-engines: $(STAMP) $(VLLM_STAMP) $(SGLANG_STAMP)  ## two minutes of 16 
 	PDCTL_TEST_THREE_S=120 PDCTL_TEST_THREE_KILLED=sp $(PYTEST) -m engine -s tests/e2e/test_sglang_soak.py
 
 test-nixl: $(STAMP) $(VLLM_STAMP) $(SGLANG_STAMP)  ## whole pairs over NIXL, pdctl's handoff and the engines' own
-	$(PYTEST) -m engine tests/engine/test_sglang_vllm_nixl.py tests/e2e/test_sglang_nixl.py tests/e2e/test_native.py
+	$(VLLM)/bin/python -m pytest -m "slow and not gpu" tests/engines/vllm/test_cuda_nixl.py
+	$(PYTEST) -m engine tests/engine/test_sglang_vllm_nixl.py tests/e2e/test_sglang_nixl.py tests/e2e/test_vllm_device.py tests/e2e/test_native.py
 
 test-sharing: $(STAMP) $(VLLM_STAMP) $(SGLANG_STAMP)  ## prefixes shared by three engines, with pairs, and between hosts
 	$(PYTEST) -m engine tests/e2e/test_*_sharing.py
 
-test-gpu:  ## needs an NVIDIA GPU: copies between blocks and pages, in environments with the engines' CUDA builds and pytest
-	$(VLLM_GPU_PYTHON) -m pytest tests/engines/vllm/test_cuda_*.py $(wildcard tests/engines/cuda)
-	$(if $(wildcard tests/engines/sglang/test_cuda_*.py),$(SGLANG_GPU_PYTHON) -m pytest $(wildcard tests/engines/sglang/test_cuda_*.py))
+test-gpu:  ## needs an NVIDIA GPU: copies, and pages over NIXL, in environments with the engines' CUDA builds and pytest
+	$(VLLM_GPU_PYTHON) -m pytest -m "not slow" tests/engines/cuda tests/engines/vllm/test_cuda_*.py
+	$(SGLANG_GPU_PYTHON) -m pytest tests/engines/sglang/test_cuda_*.py
 
 test-pinned: $(STAMP) $(PINNED_STAMP)  ## MLX's suites on the oldest supported mlx-lm
 	PDCTL_TEST_MLX_PYTHON=$(CURDIR)/$(PINNED)/bin/python $(PYTEST) $(TWO_AT_ONCE) -m engine -k "not float16" tests/engine/test_mlx_*.py

@@ -91,6 +91,8 @@ class Assignment(Message, frozen=True, kw_only=True):
     """The engine's own handoff moves its KV cache: no sender or receiver is to be opened."""
     transports: dict[str, Transport] = {}
     """Peer → how the pair's pages move."""
+    device_pages: bool = False
+    """Pages that peers read through NIXL lie in the memory of its device; else in its host's."""
     handoff: HandoffSettings
     certificate: Certificate | None = None
     """The cluster's, where `handoff.encrypt`: both ends of the data plane show and require it."""

@@ -13,6 +13,7 @@ from pdctl.handoff.apart.receiving import ApartReceiver
 from pdctl.handoff.apart.sending import ApartSender
 from pdctl.handoff.arena import Bytes
 from pdctl.handoff.counters import CounterBoard
+from pdctl.handoff.device import DeviceMaker
 from pdctl.handoff.ending import OnFailed
 from pdctl.handoff.identity import Identity
 from pdctl.handoff.opening import Opening, open_receiver, open_sender
@@ -71,6 +72,7 @@ def open_ends(
     tell: Callable[[Failed], None],
     environment: Mapping[str, str],
     memory: Callable[[int], Bytes] | None = None,
+    device: DeviceMaker | None = None,
 ) -> Ends:
     """Opens this role's end in this process, unless its engine's own handoff is that; a sender
     is not started yet.
@@ -78,18 +80,21 @@ def open_ends(
     Args:
         tell: gets every failed handoff, from the handoff's own threads.
         memory: makes what pages are sent from and pieces received into; None: ordinary memory.
+        device: makes memory of the engine's device, where the assignment has pages lie there.
 
     Raises:
         UsageError: the environment asks for a pacing that can't be.
         HandoffError: pages are to be read through NIXL, which does not work here.
+        MemoryError: there is not enough.
     """
     opening = opening_of(assigned)
     if opening is None:
         return Ends()
     on_failed = _reporting(assigned.role, tell)
+    given = (opening, environment, board, on_failed)
     if opening.sends:
-        return Ends(sender=open_sender(opening, environment, board, on_failed, memory=memory))
-    return Ends(receiver=open_receiver(opening, environment, board, on_failed, memory=memory))
+        return Ends(sender=open_sender(*given, memory=memory, device=device))
+    return Ends(receiver=open_receiver(*given, memory=memory, device=device))
 
 
 def open_ends_apart(
@@ -137,6 +142,7 @@ def opening_of(assigned: Assignment) -> Opening | None:
         buffer_bytes=assigned.handoff.buffer_bytes,
         certificate=assigned.certificate,
         transports=assigned.transports,
+        on_device=assigned.device_pages,
     )
 
 

@@ -21,10 +21,11 @@ from pdctl.engines.attachment import ATTACH_TIMEOUT_S, Attachment
 from pdctl.engines.channel import Assignment, Failed, Ready
 from pdctl.engines.ends import Ends, close_each, open_ends, open_ends_apart, open_store
 from pdctl.engines.readiness import effective_of, terms_of
-from pdctl.errors import HandoffError
+from pdctl.errors import HandoffError, LaunchError
 from pdctl.handoff.apart.choice import is_apart
 from pdctl.handoff.arena import Bytes
 from pdctl.handoff.counters import CounterBoard, Counters
+from pdctl.handoff.device import DeviceMaker, MemoryKind
 from pdctl.handoff.seam import ReceivingEnd, SendingEnd
 from pdctl.handoff.store.client import StoreClient
 from pdctl.topology.contract import Attention
@@ -35,6 +36,9 @@ log = logging.getLogger("pdctl.engines")
 SWITCH_INTERVAL_S = 0.0005
 """After which a thread that computes lets another one have the interpreter: Python's own 5 ms are
 more than a whole handoff of a short prompt takes (bench/busy_interpreter.py)."""
+DEVICE_ENV = "PDCTL_DEVICE"
+"""Of a replica's environment: "host" has an engine on a CPU treat the host's memory as a device's.
+For tests."""
 HTTP_POLL_S = 0.1
 HTTP_TIMEOUT_S = 5.0
 
@@ -111,19 +115,26 @@ class Session:
         loaded: Loaded,
         memory: Callable[[int], Bytes] | None = None,
         lock: Callable[[Bytes], None] | None = None,
+        device: DeviceMaker | None = None,
     ) -> None:
-        """Opens this role's end; Ready follows by itself.
+        """Opens this role's end; Ready follows by itself. Where pages lie in a device's memory,
+        that is in this process: no byte of theirs needs the interpreter, and their memory is its.
 
         Args:
-            memory: as `open_ends` takes it; `lock` as `open_ends_apart` does.
+            memory: as `open_ends` takes it, and `device`; `lock` as `open_ends_apart` does.
 
         Raises:
             PeerLost: the data port can't be listened on, or the data plane did not start.
             HandoffError: pages are to be read through NIXL, which does not work here.
-            MemoryError: no memory can be locked.
+            LaunchError: they are to lie in a device's memory, and the engine's KV lies elsewhere.
+            MemoryError: no memory can be locked, or the device has not enough.
         """
         assigned, environment = self.assigned, self._environment
-        if is_apart(environment):
+        if assigned.device_pages:
+            checked_device(device, environment)
+            self._ends = open_ends(assigned, self.board, self.report, environment, memory, device)
+            sys.setswitchinterval(SWITCH_INTERVAL_S)
+        elif is_apart(environment):
             self._ends = open_ends_apart(assigned, self.board, self.report, lock, _leave)
             if self._ends != Ends():
                 sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -179,6 +190,16 @@ class Session:
             return False
         finally:
             connection.close()
+
+
+def checked_device(device: DeviceMaker | None, environment: Mapping[str, str]) -> None:
+    """Raises LaunchError where the engine's KV does not lie on the device that the plan names."""
+    on_gpu = device is not None and device.kind is MemoryKind.DEVICE
+    if not on_gpu and (device is None or environment.get(DEVICE_ENV) != "host"):
+        raise LaunchError(
+            "the topology names a device for this replica, and its engine keeps KV in host memory",
+            hint="leave `devices` away on the replica, or give it an engine that has a GPU",
+        )
 
 
 def _superseded() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pdctl.errors import HandoffError, ProtocolViolation
 from pdctl.handoff.page import PageGeometry
 from pdctl.handoff.sink import Want
-from pdctl.handoff.wire import End, Header
+from pdctl.handoff.wire import End, Part
 
 
 class Assembly:
@@ -31,7 +31,7 @@ class Assembly:
         self._came = [0] * self.pages
         """Layers of each."""
 
-    def take(self, header: Header) -> None:
+    def take(self, header: Part) -> None:
         """This piece is one that may come next; raises ProtocolViolation where it is not."""
         at = header.page - self._first
         if not 0 <= at < self.pages or header.first_layer != self._came[at]:
@@ -55,7 +55,7 @@ class Assembly:
             raise ProtocolViolation("the first token was wanted and missing, or the reverse")
         return end.first_token
 
-    def _out_of_order(self, header: Header) -> ProtocolViolation:
+    def _out_of_order(self, header: Part) -> ProtocolViolation:
         return ProtocolViolation(
             f"page {header.page} from layer {header.first_layer} came, {self._due()}"
         )

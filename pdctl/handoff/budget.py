@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from pdctl.errors import BudgetExceeded, QueueFull
 from pdctl.handoff.arena import Arena, Bytes
+from pdctl.handoff.device import Run
 
 log = logging.getLogger("pdctl.handoff")
 
@@ -24,8 +25,12 @@ class Claim:
         self.on_granted = on_granted
         self.granted = False
         self.released = False
-        self.memory: Bytes | None = None
+        self.memory: Bytes | Run | None = None
         """Its bytes, where the budget has an arena; whoever takes them drops them here."""
+
+    def start(self) -> None:
+        """As `Budget.start`."""
+        self._budget.start(self)
 
     def release(self) -> None:
         """Leaves the queue, or gives the bytes back; the second time it does nothing.
@@ -53,7 +58,7 @@ class Budget:
         total: int,
         *,
         max_waiters: int = MAX_WAITERS,
-        arena: Arena | None = None,
+        arena: Arena[Bytes] | Arena[Run] | None = None,
         changed: Callable[[int, int], None] = lambda used, waiters: None,
     ) -> None:
         self.total = total

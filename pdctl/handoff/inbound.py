@@ -18,12 +18,11 @@ from pdctl.handoff import wire
 from pdctl.handoff.identity import Leg
 from pdctl.handoff.lease import DEAD_S, Deadline, Verdict, judge
 from pdctl.handoff.link import Link
-from pdctl.handoff.pulls import Pulls
+from pdctl.handoff.pulls import DevicePulls, HostPulls
 from pdctl.handoff.pulse import guarded
 from pdctl.handoff.reading import Reading, Stale
 from pdctl.handoff.sink import PageSink, Want
 from pdctl.handoff.state import RECEIVER_FINAL, Event, Receiving, receiving
-from pdctl.handoff.wire import Header
 
 log = logging.getLogger("pdctl.handoff")
 
@@ -41,7 +40,7 @@ class Services(msgspec.Struct, frozen=True, kw_only=True):
     """Takes the connection back, or None where it can't be reused."""
     digest: str
     clock: Callable[[], float]
-    pulls: Callable[[Link, Callable[[Header, memoryview], None]], Pulls | None]
+    pulls: Callable[[Link, Reading], HostPulls | DevicePulls | None]
     """The reads of one handoff, where its pieces are read out of the sender's memory."""
 
 
@@ -60,6 +59,8 @@ class Inbound:
         self.on_settled: Callable[[Inbound], None] | None = None
         self.want: Want | None = None
         self.received_bytes = 0
+        self.on_device = False
+        """They were read into a device's memory."""
         self.token_sha256 = token_sha256
         self.tokens = tokens
         self.pulls = services.pulls

@@ -95,6 +95,12 @@ class Link:
         with self._sending:
             self._send([memoryview(frame)], payload=True)
 
+    def send_spread(self, room: int, device: int, spots: tuple[wire.Spot, ...]) -> None:
+        """As `send_placed`, of pieces in a device's memory."""
+        frame = wire.frame(wire.Spread(device=device, spots=spots), room)
+        with self._sending:
+            self._send([memoryview(frame)], payload=True)
+
     def _send(self, parts: list[memoryview], *, payload: bool = False) -> None:
         while parts:
             taken = self.connection.send(parts)

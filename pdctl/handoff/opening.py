@@ -8,6 +8,7 @@ import msgspec
 
 from pdctl.handoff.arena import Bytes
 from pdctl.handoff.counters import CounterBoard
+from pdctl.handoff.device import DeviceMaker, MemoryKind
 from pdctl.handoff.ending import Common, OnFailed
 from pdctl.handoff.identity import Identity
 from pdctl.handoff.page import PageGeometry
@@ -34,6 +35,12 @@ class Opening(msgspec.Struct, frozen=True, kw_only=True):
     certificate: Certificate | None = None
     transports: dict[str, Transport] = {}
     """Peer → how the pair's pages move."""
+    on_device: bool = False
+    """Those that are read lie in a device's memory."""
+
+    def reads(self, peer: str) -> bool:
+        """Whether the pair's pages are read, not sent."""
+        return self.transports.get(peer) is Transport.NIXL
 
 
 def open_sender(
@@ -43,20 +50,30 @@ def open_sender(
     on_failed: OnFailed,
     *,
     memory: Callable[[int], Bytes] | None = None,
+    device: DeviceMaker | None = None,
 ) -> Sender:
     """Not started yet; arguments as `Sender` says.
+
+    Args:
+        device: used where the opening says so.
 
     Raises:
         UsageError: the environment asks for a pacing that can't be.
         HandoffError: pages are to be read through NIXL, which does not work here.
+        MemoryError: there is not as much.
     """
+    device = device if opening.on_device else None
+    if device is not None and set(opening.transports.values()) == {Transport.NIXL}:
+        memory = None
     return Sender(
         opening.identity,
         opening.geometry,
         listen=(opening.host, opening.port),
         budget_bytes=opening.buffer_bytes,
         memory=memory,
-        **_common(opening, environ, board, on_failed),
+        device=device,
+        reads=opening.reads,
+        **_common(opening, environ, board, on_failed, device),
     )
 
 
@@ -68,23 +85,31 @@ def open_receiver(
     *,
     memory: Callable[[int], Bytes] | None = None,
     held_pieces: int = HELD_PIECES,
+    device: DeviceMaker | None = None,
 ) -> Receiver:
     """Arguments as `Receiver` says. Raises as `open_sender` does."""
+    device = device if opening.on_device else None
     return Receiver(
         opening.identity,
         opening.geometry,
         memory=memory,
         held_pieces=held_pieces,
-        reads=lambda prefill: opening.transports.get(prefill) is Transport.NIXL,
-        **_common(opening, environ, board, on_failed),
+        reads=opening.reads,
+        device=device,
+        **_common(opening, environ, board, on_failed, device),
     )
 
 
 def _common(
-    opening: Opening, environ: Mapping[str, str], board: CounterBoard, on_failed: OnFailed
+    opening: Opening,
+    environ: Mapping[str, str],
+    board: CounterBoard,
+    on_failed: OnFailed,
+    device: DeviceMaker | None,
 ) -> Common:
     transport = chosen_transport(opening.certificate, environ)
-    reach = chosen_reach(opening.identity.replica, opening.transports, opening.host)
+    kind = MemoryKind.HOST if device is None else device.kind
+    reach = chosen_reach(opening.identity.replica, opening.transports, opening.host, kind)
     return {
         "timeout_s": opening.timeout_s,
         "board": board,

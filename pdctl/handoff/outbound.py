@@ -5,26 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-import msgspec
-import numpy as np
-
 from pdctl.errors import HandoffCancelled, HandoffError, ProtocolViolation, TicketRejected
 from pdctl.handoff import wire
 from pdctl.handoff.budget import Claim
+from pdctl.handoff.budgets import Place
+from pdctl.handoff.device import Pages, Run
 from pdctl.handoff.ends_once import EndsOnce
 from pdctl.handoff.lease import Deadline
-from pdctl.handoff.page import PageGeometry, Patterns
+from pdctl.handoff.page import PageGeometry
+from pdctl.handoff.pieces import piece_of
+from pdctl.handoff.prompt import Over, Prompt, Step
 from pdctl.handoff.schedule import PagePart, Schedule
 from pdctl.handoff.state import SENDER_FINAL, Event, Sending
-
-
-class Over(msgspec.Struct, frozen=True):
-    """Nothing more is to be sent but, where it is set, an Abort with this error."""
-
-    tell: HandoffError | None
-
-
-Step = wire.Offer | PagePart | wire.End | Over
 
 
 class Peer(Protocol):
@@ -38,22 +30,15 @@ class Peer(Protocol):
         ...
 
 
-class Prompt(msgspec.Struct, frozen=True, kw_only=True):
-    """What was admitted."""
-
-    room: int
-    decode: str
-    tokens: int
-    token_sha256: bytes
-    ticket_expires_at_s: float
-
-
 class Outbound(EndsOnce):
     """One prompt's handoff, on the sender. Thread-safe; no method blocks on the network.
 
     It ends exactly once: done, failed or cancelled. Calls after that are ignored, but for
     `pages`. `on_reserved` and `on_settled` run on any thread, without locks, and must not
     block.
+
+    Args:
+        place: where its pages are to lie; None: in host memory of its own.
     """
 
     def __init__(
@@ -65,6 +50,7 @@ class Outbound(EndsOnce):
         *,
         post: Callable[[Callable[[], None]], None],
         settle: Callable[[Outbound], None],
+        place: Place | None = None,
     ) -> None:
         super().__init__(prompt.room, deadline, post=post, settle=lambda: settle(self))
         self.prompt = prompt
@@ -83,8 +69,12 @@ class Outbound(EndsOnce):
         """Told of the grant, with a lock held: it must neither block nor call back."""
         self._geometry = geometry
         self._clock = clock
-        self._pages: Patterns | None = None
-        self._schedule = Schedule(geometry, prompt.tokens)
+        self.on_device = place is not None and place.on_device
+        self._reads = None if place is None else place.reads
+        self._pages: Pages | None = None
+        self._schedule = Schedule(
+            geometry, prompt.tokens, None if place is None else place.piece_bytes
+        )
         self._computed_at = self.admitted_at
         self._received = 0
         self._placed = 0
@@ -92,8 +82,9 @@ class Outbound(EndsOnce):
 
     # -- the engine's side ---------------------------------------------------------------
 
-    def pages(self) -> Patterns:
-        """`[pages, layers, 2, page_tokens, kv_heads, head_dim]`; slots past the prompt are zero.
+    def pages(self) -> Pages:
+        """`[pages, layers, 2, page_tokens, kv_heads, head_dim]`; slots past the prompt are zero, in
+        a device's memory once they leave.
 
         From `on_reserved` until the end. An array that the engine still holds after that is
         its own: it is never given to another prompt.
@@ -178,6 +169,7 @@ class Outbound(EndsOnce):
 
         Raises:
             TicketRejected: the receiver is not the one named.
+            HandoffError: it wants the pages in a way that they can't go.
         """
         with self._changed:
             if awaited_by is not None:
@@ -189,7 +181,7 @@ class Outbound(EndsOnce):
 
         Raises:
             TicketRejected: another has claimed the room, or it is not the one named.
-            HandoffError: the room's own, where it is over already.
+            HandoffError: the room's own, where it is over already; or as `admit` does.
         """
         with self._changed:
             if self.over:
@@ -202,6 +194,12 @@ class Outbound(EndsOnce):
     def _take_peer(self, peer: Peer, decode: str) -> None:
         if decode != self.decode:
             raise TicketRejected(f"room {self.room} is for {self.decode}, not {decode}")
+        if self._reads not in (None, peer.reads):
+            said = "can't be sent, only read" if self._reads else "can't be read, only sent"
+            raise HandoffError(
+                f"the pages for {decode} {said}",
+                hint="both ends of a pair must be started from the same topology",
+            )
         self._machine.on(Event.HELLO)
         self.peer = peer
         peer.engage(self)
@@ -258,20 +256,30 @@ class Outbound(EndsOnce):
                     return step
                 self._changed.wait()
 
-    def part_bytes(self, part: PagePart) -> memoryview:
-        """Those layers of a page as bytes, where they lie."""
-        pages, size = self.pages(), self._geometry.layer_bytes
-        start = part.page * self._geometry.page_bytes + part.first_layer * size
-        return pages.reshape(-1).view(np.uint8)[start : start + part.layers * size].data
+    def more_parts(self, most: int) -> list[PagePart]:
+        """What can be sent besides, without waiting."""
+        parts: list[PagePart] = []
+        with self._changed:
+            while len(parts) < most and self._machine.state is Sending.GRANTED:
+                part = self._schedule.step()
+                if not isinstance(part, PagePart):
+                    break
+                self._take_part(part)
+                parts.append(part)
+        return parts
+
+    def part_bytes(self, part: PagePart) -> memoryview | Run:
+        """Those layers of a page, where they lie. May wait for a device."""
+        return piece_of(self.pages(), self._geometry, part)
 
     # -- inside --------------------------------------------------------------------------
 
-    def _empty(self) -> Patterns:
+    def _empty(self) -> Pages:
         claim = self.claim
         if claim is None or claim.memory is None:
             return self._geometry.empty(self.tokens)
         memory, claim.memory = claim.memory, None
-        return self._geometry.over(memory, self.tokens)
+        return memory if isinstance(memory, Run) else self._geometry.over(memory, self.tokens)
 
     def _progress(self) -> None:
         now = self._clock()
@@ -299,9 +307,12 @@ class Outbound(EndsOnce):
                 return None
             self._machine.on(Event.END)
         elif step is not None:
-            self._machine.on(Event.PAGES)
-            self._placed += self.peer is not None and self.peer.reads
-            if self._pages is not None:
-                last = step.first_layer + step.layers
-                self._pages[step.page, step.first_layer : last, :, step.slots :] = 0
+            self._take_part(step)
         return step
+
+    def _take_part(self, part: PagePart) -> None:
+        self._machine.on(Event.PAGES)
+        self._placed += self.peer is not None and self.peer.reads
+        if self._pages is not None and not isinstance(self._pages, Run):
+            last = part.first_layer + part.layers
+            self._pages[part.page, part.first_layer : last, :, part.slots :] = 0

@@ -1,71 +1,37 @@
-"""A receiver's reads out of a sender's memory: where they land, in which order, and their end."""
+"""A receiver's reads out of a sender's memory: in which order, what becomes of them, their end.
+
+From host memory piece by piece, each hashed and placed as it lands. From a device's several at a
+time; what has landed is placed by the device itself, meanwhile.
+"""
 
 from __future__ import annotations
 
-import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Generic
 
 import msgspec
-import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from pdctl.errors import HandoffError, ProtocolViolation
+from pdctl.handoff.device import Run
 from pdctl.handoff.link import Link
-from pdctl.handoff.page import PageGeometry
-from pdctl.handoff.schedule import PIECE_BYTES
-from pdctl.handoff.transport.reach import Pull, Reach
-from pdctl.handoff.wire import Header, Placed
+from pdctl.handoff.sink import Piece
+from pdctl.handoff.slots import Slot, Slots
+from pdctl.handoff.transport.reach import Pull, Reach, Row
+from pdctl.handoff.wire import Part
 
-SLOTS = 64
-"""Of one process: 32 MiB at the usual size of a piece."""
 DEPTH = 8
 """Reads that one handoff has under way: 4 MiB, what a link of 10 GB/s and 0.4 ms holds."""
 DRAIN_S = 5.0
 """How long an end waits for what is under way. A read that outlasts it keeps its slot until it is
 over: memory that bytes may still arrive in is never used again."""
+DEVICE_DEPTH = 3
+"""Reads of several pieces: one is placed, one lands, one is asked for."""
 PAUSES_S = (50e-6, 1e-3)
 """Between two looks at reads under way: the first, and the longest."""
-
-
-class Slots:
-    """What pieces land in: one block, exposed once. Thread-safe; nothing here waits."""
-
-    def __init__(self, reach: Reach, geometry: PageGeometry) -> None:
-        self.size = max(PIECE_BYTES, geometry.layer_bytes)
-        memory = np.empty(SLOTS * self.size, np.uint8)
-        reach.expose(memory)
-        view = memory.data
-        self._lock = threading.Lock()
-        self._free = [view[at * self.size : (at + 1) * self.size] for at in range(SLOTS)]
-        self._late: list[tuple[Pull, memoryview]] = []
-
-    @property
-    def free(self) -> int:
-        return len(self._free)
-
-    def take(self) -> memoryview | None:
-        with self._lock:
-            return self._free.pop() if self._free else None
-
-    def give(self, slot: memoryview) -> None:
-        with self._lock:
-            self._free.append(slot)
-
-    def give_later(self, pull: Pull, slot: memoryview) -> None:
-        """The read is not over: its slot comes back when `look_again` finds that it is."""
-        with self._lock:
-            self._late.append((pull, slot))
-
-    def look_again(self) -> None:
-        with self._lock:
-            late, self._late = self._late, []
-        for pull, slot in late:
-            if is_over(pull) and pull.release():
-                self.give(slot)
-            else:
-                self.give_later(pull, slot)
 
 
 class NotAsPlaced(ProtocolViolation):
@@ -81,55 +47,56 @@ def is_over(pull: Pull) -> bool:
         return True
 
 
-class Flight(msgspec.Struct, frozen=True):
+class Asked(msgspec.Struct, frozen=True):
+    """A piece that the sender has placed."""
+
+    part: Part
+    row: Row
+    """Where it lies."""
+    xxh3: int | None = None
+    """None in a device's memory."""
+
+
+class Flight(msgspec.Struct, Generic[Slot], frozen=True):
     """One read that was begun."""
 
-    header: Header
-    placed: Placed
-    slot: memoryview
+    asked: Sequence[Asked]
+    slot: Slot
     pull: Pull
 
+    def is_over(self) -> bool:
+        """Whether its slot is free."""
+        return is_over(self.pull) and self.pull.release()
 
-class Pulls:
-    """Those of one handoff, in the order of the sender's Placed. One thread at a time.
 
-    Args:
-        place: takes each piece, checked; what it is given stays valid until it returns.
-    """
+class Pulls(ABC, Generic[Slot]):
+    """Those of one handoff, in the order in which the sender placed. One thread at a time."""
 
-    def __init__(
-        self,
-        reach: Reach,
-        slots: Slots,
-        link: Link,
-        place: Callable[[Header, memoryview], None],
-    ) -> None:
+    depth = DEPTH
+
+    def __init__(self, reach: Reach, slots: Slots[Slot], link: Link) -> None:
         self._reach = reach
         self._slots = slots
         self._link = link
-        self._place = place
-        self._waiting: deque[tuple[Header, Placed]] = deque()
-        self._under_way: deque[Flight] = deque()
+        self._waiting: deque[Asked] = deque()
+        self._under_way: deque[Flight[Slot]] = deque()
         self.taken = 0
-        """Pieces placed so far."""
+        """Pieces that were read so far."""
 
     @property
     def idle(self) -> bool:
         return not self._waiting and not self._under_way
 
-    def add(self, header: Header, placed: Placed) -> None:
-        """Raises ProtocolViolation for what can't be read into a slot, or not be checked."""
-        if self._size(header) > self._slots.size or placed.xxh3 is None:
-            raise ProtocolViolation(
-                f"{header.layers} layers placed at once, "
-                f"{'unhashed' if placed.xxh3 is None else 'more than a slot holds'}"
-            )
-        self._waiting.append((header, placed))
+    def add(self, asked: Asked) -> None:
+        """Raises ProtocolViolation for what can't be read into a slot."""
+        if asked.row.size > self._slots.size:
+            raise ProtocolViolation(f"{asked.row.size} bytes placed at once: no slot holds them")
+        self._waiting.append(asked)
 
     def step(self) -> bool:
-        """Places the oldest where it is there, else begins the next: on one host a piece lands
+        """Takes the oldest where it is there, else begins the next: on one host a piece lands
         as it is begun, and is hashed and placed while the cache still has it. False where
-        nothing moved. Raises PeerLost, ProtocolViolation, and what `place` raises."""
+        nothing moved. Raises PeerLost, ProtocolViolation, and what the engine raises."""
         if self._under_way and self._under_way[0].pull.landed():
             self._take(self._under_way[0])
             return True
@@ -153,52 +120,134 @@ class Pulls:
         """The handoff is over: waits, bounded, for what is under way. Never raises."""
         self._waiting.clear()
         until = time.monotonic() + DRAIN_S
-        pause_s, longest_s = PAUSES_S
-        while self._under_way and time.monotonic() < until:
-            if is_over(self._under_way[0].pull):
-                self._free(self._under_way.popleft())
-                continue
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, longest_s)
         while self._under_way:
             flight = self._under_way.popleft()
-            self._slots.give_later(flight.pull, flight.slot)
+            self._free_by(until, flight.is_over, flight.slot)
 
-    def _take(self, flight: Flight) -> None:
-        size = self._size(flight.header)
-        piece = flight.slot[:size]
-        if xxh3_64_intdigest(piece) != flight.placed.xxh3:
-            raise NotAsPlaced(
-                f"page {flight.header.page} of room {flight.header.room} is not what was placed"
-            )
-        self._link.payload_at = self._link.clock()
-        self._link.payload_bytes += size
-        self._place(flight.header, piece)
-        self._under_way.popleft()
-        self._free(flight)
-        self.taken += 1
+    def _free_by(self, until: float, over: Callable[[], bool], slot: Slot) -> None:
+        pause_s, longest_s = PAUSES_S
+        while not over():
+            if time.monotonic() >= until:
+                self._slots.give_later(over, slot)
+                return
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, longest_s)
+        self._slots.give(slot)
+
+    @abstractmethod
+    def _take(self, flight: Flight[Slot]) -> None:
+        """The oldest has landed."""
+
+    @abstractmethod
+    def _next(self) -> int:
+        """How many of those that wait are asked for at once; 0: none yet."""
+
+    @abstractmethod
+    def _cut(self, slot: Slot, size: int) -> Slot: ...
 
     def _begin(self) -> bool:
-        if not self._waiting or len(self._under_way) == DEPTH:
-            return False
-        slot = self._slots.take()
+        count = self._next() if len(self._under_way) < self.depth else 0
+        slot = self._slots.take() if count else None
         if slot is None:
             return False
-        header, placed = self._waiting.popleft()
+        asked = [self._waiting.popleft() for _ in range(count)]
+        rows = [each.row for each in asked]
         try:
-            into = slot[: self._size(header)]
-            pull = self._reach.pull(self._link.card, placed.address, placed.device, into)
+            into = self._cut(slot, sum(row.size for row in rows))
+            pull = self._reach.pull(self._link.card, rows, into)
         except BaseException:
             self._slots.give(slot)
             raise
-        self._under_way.append(Flight(header, placed, slot, pull))
+        self._under_way.append(Flight(asked, slot, pull))
         return True
 
-    def _free(self, flight: Flight) -> None:
-        if flight.pull.release():
-            self._slots.give(flight.slot)
-        else:
-            self._slots.give_later(flight.pull, flight.slot)
+    def _landed(self, size: int) -> None:
+        self._link.payload_at = self._link.clock()
+        self._link.payload_bytes += size
 
-    def _size(self, header: Header) -> int:
-        return header.layers * self._link.geometry.layer_bytes
+
+class HostPulls(Pulls[memoryview]):
+    """Args:
+    place: takes each piece, checked; what it is given stays valid until it returns.
+    """
+
+    def __init__(
+        self,
+        reach: Reach,
+        slots: Slots[memoryview],
+        link: Link,
+        place: Callable[[Part, memoryview], None],
+    ) -> None:
+        super().__init__(reach, slots, link)
+        self._place = place
+
+    def _next(self) -> int:
+        return 1 if self._waiting else 0
+
+    def _cut(self, slot: memoryview, size: int) -> memoryview:
+        return slot[:size]
+
+    def _take(self, flight: Flight[memoryview]) -> None:
+        (asked,) = flight.asked
+        piece = flight.slot[: asked.row.size]
+        if xxh3_64_intdigest(piece) != asked.xxh3:
+            raise NotAsPlaced(f"page {asked.part.page} is not what was placed")
+        self._landed(asked.row.size)
+        self._place(asked.part, piece)
+        self._under_way.popleft()
+        self._free_by(0.0, flight.is_over, flight.slot)
+        self.taken += 1
+
+
+class DevicePulls(Pulls[Run]):
+    """Nothing is hashed: no byte comes to this interpreter. Made by the thread that is to read.
+
+    Args:
+        place: begins to place pieces that have landed; returns whether they are placed, to be
+            asked again and again. Where it raises, nothing reads them any more.
+    """
+
+    depth = DEVICE_DEPTH
+
+    def __init__(
+        self,
+        reach: Reach,
+        slots: Slots[Run],
+        link: Link,
+        place: Callable[[Sequence[Piece]], Callable[[], bool]],
+    ) -> None:
+        super().__init__(reach, slots, link)
+        slots.bind()
+        self._place = place
+
+    def wait_while(self, condition: Callable[[], bool]) -> None:
+        """Where the stream says more already, and a slot would not be full, that is heard first:
+        it is asked for with the rest."""
+        if self._under_way and self._next() == len(self._waiting) and not condition():
+            return
+        super().wait_while(condition)
+
+    def _next(self) -> int:
+        size = 0
+        for count, asked in enumerate(self._waiting):
+            size += asked.row.size
+            if size > self._slots.size:
+                return count
+        return len(self._waiting)
+
+    def _cut(self, slot: Run, size: int) -> Run:
+        return slot.part(0, size)
+
+    def _take(self, flight: Flight[Run]) -> None:
+        pieces, at = [], 0
+        for asked in flight.asked:
+            part, run = asked.part, flight.slot.part(at, asked.row.size)
+            pieces.append(Piece(part.page, part.first_layer, part.layers, run))
+            at += run.size
+        self._landed(at)
+        placed = self._place(pieces)
+        self._under_way.popleft()
+        over = placed if flight.pull.release() else lambda: placed() and flight.is_over()
+        # not kept here: this thread may wait for the sender long after they are placed
+        self._slots.give_later(over, flight.slot)
+        self.taken += len(pieces)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import numpy as np
 
@@ -21,9 +21,10 @@ from pdctl.handoff import wire
 from pdctl.handoff.assembly import Assembly
 from pdctl.handoff.link import Link
 from pdctl.handoff.page import PATTERN
-from pdctl.handoff.pulls import NotAsPlaced, Pulls
-from pdctl.handoff.sink import PageSink, Want
+from pdctl.handoff.pulls import Asked, DevicePulls, HostPulls, NotAsPlaced
+from pdctl.handoff.sink import DeviceSink, PageSink, Piece, Want
 from pdctl.handoff.state import Event
+from pdctl.handoff.transport.reach import Row
 
 if TYPE_CHECKING:
     from pdctl.handoff.inbound import Inbound
@@ -55,7 +56,7 @@ class Reading:
         self._sender_tokens = 0
         self._assembly: Assembly | None = None
         self._allocating: threading.Thread | None = None
-        self._pulls: Pulls | None = None
+        self._pulls: HostPulls | DevicePulls | None = None
         self._told_taken = 0
 
     def join(self) -> None:
@@ -86,13 +87,13 @@ class Reading:
 
     def exchange(self, link: Link, header: wire.Header) -> None:
         """All of it, from the first header on."""
-        self._pulls = self._inbound.pulls(link, lambda head, piece: self._place(link, head, piece))
+        self._pulls = self._inbound.pulls(link, self)
         while not self._took(link, header):
             if self._pulls is not None:
                 self._pull(link, self._pulls)
             header = link.read_header()
 
-    def _pull(self, link: Link, pulls: Pulls) -> None:
+    def _pull(self, link: Link, pulls: HostPulls | DevicePulls) -> None:
         """Reads pieces until the stream has something to say."""
         try:
             pulls.wait_while(link.connection.quiet)
@@ -134,9 +135,12 @@ class Reading:
             self._aborted(message)
         elif isinstance(message, wire.Offer):
             self._offered(link, message)
-        elif isinstance(message, wire.Placed) and self._pulls is not None:
+        elif isinstance(message, wire.Placed) and isinstance(self._pulls, HostPulls):
             self._expect(header)
-            self._pulls.add(header, message)
+            row = Row(message.address, header.layers * link.geometry.layer_bytes, message.device)
+            self._pulls.add(Asked(header, row, message.xxh3))
+        elif isinstance(message, wire.Spread) and isinstance(self._pulls, DevicePulls):
+            self._spread(link, message, self._pulls)
         elif isinstance(message, wire.End):
             self._landed(message)
             return True
@@ -202,18 +206,33 @@ class Reading:
         if self._pulls is not None:
             raise ProtocolViolation("the sender sent pages that were to be read")
         self._expect(header)
-        self._place(link, header, link.read_piece(header))
+        self.place(link, header, link.read_piece(header))
 
-    def _expect(self, header: wire.Header) -> None:
+    def _spread(self, link: Link, spread: wire.Spread, pulls: DevicePulls) -> None:
+        for spot in spread.spots:
+            wire.check_layers(spot.first_layer, spot.layers, link.geometry)
+            self._expect(spot)
+            size = spot.layers * link.geometry.layer_bytes
+            pulls.add(Asked(spot, Row(spot.address, size, spread.device)))
+
+    def _expect(self, part: wire.Part) -> None:
         self._inbound.on(Event.PAGES)
         assert self._assembly is not None
-        self._assembly.take(header)
+        self._assembly.take(part)
 
-    def _place(self, link: Link, header: wire.Header, raw: memoryview) -> None:
+    def place(self, link: Link, header: wire.Part, raw: memoryview) -> None:
+        """Hands a piece to the engine."""
         self._inbound.received_bytes += raw.nbytes
         shape = (header.layers, *link.geometry.shape[1:])
         piece = np.frombuffer(raw, dtype=PATTERN).reshape(shape)
         self._engine(lambda: self._sink.write(header.page, header.first_layer, piece))
+
+    def place_from(self, pieces: Sequence[Piece]) -> Callable[[], bool]:
+        """Hands pieces to the engine that lie in a device's memory."""
+        self._inbound.received_bytes += sum(piece.at.size for piece in pieces)
+        self._inbound.on_device = True
+        sink = cast(DeviceSink, self._sink)
+        return self._engine(lambda: sink.write_from(pieces))
 
     def _landed(self, end: wire.End) -> None:
         self._inbound.on(Event.END)

@@ -9,6 +9,7 @@ from typing import Unpack
 
 from pdctl.errors import HandoffCancelled, HandoffError, PeerLost
 from pdctl.handoff.arena import Bytes
+from pdctl.handoff.device import DeviceMaker, Run
 from pdctl.handoff.ending import Common, ReplicaEnd
 from pdctl.handoff.handshake import answer
 from pdctl.handoff.identity import Identity, Leg, Tokens
@@ -16,12 +17,13 @@ from pdctl.handoff.idle import IdleLinks
 from pdctl.handoff.inbound import Inbound, Services
 from pdctl.handoff.link import Link
 from pdctl.handoff.page import PageGeometry
-from pdctl.handoff.pulls import Pulls, Slots
+from pdctl.handoff.pulls import DevicePulls, HostPulls
 from pdctl.handoff.pulse import Pulse
+from pdctl.handoff.reading import Reading
 from pdctl.handoff.sink import HELD_PIECES, PageSink, Want
+from pdctl.handoff.slots import Slots, device_slots, host_slots
 from pdctl.handoff.transport.reach import Reach
 from pdctl.handoff.transport.tcp import parse_address
-from pdctl.handoff.wire import Header
 
 __all__ = ["Inbound", "PageSink", "Receiver", "Want"]
 
@@ -40,6 +42,8 @@ class Receiver(ReplicaEnd):
         reads: whether a prefill replica's memory is read, where there is a `reach`; else its
             pieces come over the connection.
         held_pieces: how many of a connection's last pieces stay as they were in such memory.
+        device: makes what is read into, where the sender's memory is a device's; then sinks are
+            `DeviceSink`s.
         common: as `ReplicaEnd` says; `timeout_s` is the default of legs, each brings its own,
             and `on_failed` is called before the failed handoff's `sink.abort`.
     """
@@ -52,12 +56,18 @@ class Receiver(ReplicaEnd):
         memory: Callable[[int], Bytes] | None = None,
         reads: Callable[[str], bool] = lambda prefill: True,
         held_pieces: int = HELD_PIECES,
+        device: DeviceMaker | None = None,
         **common: Unpack[Common],
     ) -> None:
         super().__init__(identity, geometry, **common)
         self._memory = memory
         self._reads = reads
-        self._slots = None if self._reach is None else Slots(self._reach, geometry)
+        self._slots: Slots[memoryview] | None = None
+        self._device_slots: Slots[Run] | None = None
+        if self._reach is not None and device is not None:
+            self._device_slots = device_slots(self._reach, geometry, device)
+        elif self._reach is not None:
+            self._slots = host_slots(self._reach, geometry)
         self._held_pieces = held_pieces
         self._idle = IdleLinks(self._clock)
         self._lock = threading.Lock()
@@ -130,8 +140,9 @@ class Receiver(ReplicaEnd):
         for inbound in active:
             inbound.check(now)
         self._idle.expire(now)
-        if self._slots is not None:
-            self._slots.look_again()
+        for slots in (self._slots, self._device_slots):
+            if slots is not None:
+                slots.look_again()
         return bool(active)
 
     def _idle_rooms(self) -> dict[int, float]:
@@ -170,11 +181,19 @@ class Receiver(ReplicaEnd):
         reach.meet(address, card)
         return card
 
-    def _pulls(self, link: Link, place: Callable[[Header, memoryview], None]) -> Pulls | None:
-        if self._reach is None or self._slots is None or not link.card:
+    def _pulls(self, link: Link, reading: Reading) -> HostPulls | DevicePulls | None:
+        """Called on the thread that is to read."""
+        if self._reach is None or not link.card:
             return None
-        return Pulls(
-            self._reach, self._slots, link, lambda header, piece: place(header, link.kept(piece))
+        if self._device_slots is not None:
+            return DevicePulls(self._reach, self._device_slots, link, reading.place_from)
+        if self._slots is None:
+            return None
+        return HostPulls(
+            self._reach,
+            self._slots,
+            link,
+            lambda header, piece: reading.place(link, header, link.kept(piece)),
         )
 
     def _hand_over(self, inbound: Inbound, link: Link) -> None:
@@ -196,7 +215,8 @@ class Receiver(ReplicaEnd):
             leg.prefill,
             error,
             handoffs_active=-1,
-            host_bytes=inbound.received_bytes,
+            host_bytes=0 if inbound.on_device else inbound.received_bytes,
+            gpu_bytes=inbound.received_bytes if inbound.on_device else 0,
             imported_tokens=imported,
             reused_pages=reused,
         )

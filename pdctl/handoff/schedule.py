@@ -24,6 +24,8 @@ from pdctl.handoff.wire import End, Grant
 
 PIECE_BYTES = 512 << 10
 """Small enough that the kernel copies from the cache what was just hashed (bench/data_plane.py)."""
+DEVICE_PIECE_BYTES = 4 << 20
+"""In a device's memory a piece costs what it is asked with, not its bytes."""
 
 
 class PagePart(msgspec.Struct, frozen=True):
@@ -39,10 +41,10 @@ class PagePart(msgspec.Struct, frozen=True):
 class Schedule:
     """One prompt's progress against its grant. The caller's lock guards it."""
 
-    def __init__(self, geometry: PageGeometry, tokens: int) -> None:
+    def __init__(self, geometry: PageGeometry, tokens: int, piece_bytes: int | None = None) -> None:
         self._geometry = geometry
         self._tokens = tokens
-        self._piece_layers = max(1, PIECE_BYTES // geometry.layer_bytes)
+        self._piece_layers = max(1, (piece_bytes or PIECE_BYTES) // geometry.layer_bytes)
         self._written = [0] * geometry.layers
         """Per layer: positions [0, n) stand in the pages. Never more than of the one before."""
         self.last_begun = False

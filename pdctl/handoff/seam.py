@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from pdctl.errors import HandoffError
+from pdctl.handoff.device import Pages
 from pdctl.handoff.identity import Leg
-from pdctl.handoff.page import Patterns
 from pdctl.handoff.sink import PageSink
 
 
@@ -22,7 +22,7 @@ class Outgoing(Protocol):
     done: bool
     settled: threading.Event
 
-    def pages(self) -> Patterns: ...
+    def pages(self) -> Pages: ...
 
     def written(
         self, tokens: int, computed_at: float | None = None, *, layers: int | None = None

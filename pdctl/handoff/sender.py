@@ -8,18 +8,18 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Unpack
 
-import numpy as np
-
 from pdctl.errors import BudgetExceeded, HandoffCancelled, HandoffError
 from pdctl.handoff.accepting import accept_each
-from pdctl.handoff.arena import Arena, Bytes
-from pdctl.handoff.budget import Budget
+from pdctl.handoff.arena import Bytes
+from pdctl.handoff.budgets import Budgets
+from pdctl.handoff.device import DeviceMaker
 from pdctl.handoff.ending import Common, ReplicaEnd
 from pdctl.handoff.identity import Identity, Leg, Tokens
 from pdctl.handoff.lease import Deadline
 from pdctl.handoff.link import Link
-from pdctl.handoff.outbound import Outbound, Prompt
+from pdctl.handoff.outbound import Outbound
 from pdctl.handoff.page import PageGeometry
+from pdctl.handoff.prompt import Prompt
 from pdctl.handoff.pulse import Pulse, guarded
 from pdctl.handoff.rooms import Rooms
 from pdctl.handoff.serving import Serving, Terms
@@ -48,6 +48,8 @@ class Sender(ReplicaEnd):
         listen: host and port; port 0 picks one.
         budget_bytes: for the pages of all prompts that are reserved at a time.
         memory: makes all of these at once, page-locked say; None: as they are asked for.
+        device: makes as many bytes of a device's memory, for prompts whose receiver reads.
+        reads: whether a decode replica does, where there is a `device`.
         common: as `ReplicaEnd` says; `timeout_s` bounds how long a Hello waits for its prompt,
             and `on_failed` is called before the failed handoff's `on_settled`.
     """
@@ -60,14 +62,21 @@ class Sender(ReplicaEnd):
         listen: tuple[str, int],
         budget_bytes: int,
         memory: Callable[[int], Bytes] | None = None,
+        device: DeviceMaker | None = None,
+        reads: Callable[[str], bool] = lambda decode: True,
         **common: Unpack[Common],
     ) -> None:
         super().__init__(identity, geometry, **common)
         self._address = listen
-        if memory is None and self._reach is not None:
-            memory = _ordinary
-        arena = None if memory is None else Arena(self._exposed(memory(budget_bytes)))
-        self._budget = Budget(budget_bytes, arena=arena, changed=self._count_budget)
+        self._budgets = Budgets(
+            budget_bytes,
+            memory=memory,
+            device=device,
+            reach=self._reach,
+            reads=reads,
+            changed=self._count_budget,
+        )
+        self._budget_bytes = budget_bytes
         self._rooms = Rooms()
         awaited_s = min(AWAITED_S, self._timeout_s)
         card = b"" if self._reach is None else self._reach.card()
@@ -138,7 +147,7 @@ class Sender(ReplicaEnd):
 
     def look_again(self) -> None:
         """Memory that an engine had held on to is free now: prompts may wait for it."""
-        self._budget.look_again()
+        self._budgets.look_again()
 
     def close(self) -> None:
         """Ends every handoff as cancelled, every connection and thread; bounded."""
@@ -174,13 +183,8 @@ class Sender(ReplicaEnd):
         open_rooms = self._rooms.open()
         for outbound in open_rooms:
             outbound.check(now)
-        self._budget.look_again()
+        self._budgets.look_again()
         return bool(open_rooms) or any(serving.busy for serving in servings)
-
-    def _exposed(self, memory: Bytes) -> Bytes:
-        if self._reach is not None:
-            self._reach.expose(memory)
-        return memory
 
     def _idle_rooms(self) -> dict[int, float]:
         now = self._clock()
@@ -205,6 +209,7 @@ class Sender(ReplicaEnd):
             token_sha256=tokens.sha256,
             ticket_expires_at_s=expires_at_s,
         )
+        place = self._budgets.place_for(leg.decode)
         outbound = Outbound(
             prompt,
             self._geometry,
@@ -212,17 +217,19 @@ class Sender(ReplicaEnd):
             self._clock,
             post=self._pulse.post,
             settle=self._settle,
+            place=place,
         )
         size = self._geometry.pages_for(prompt.tokens) * self._geometry.page_bytes
-        outbound.claim = self._budget.claim(size, lambda: self._granted(outbound, on_reserved))
+        claim = place.budget.claim(size, lambda: self._granted(outbound, on_reserved))
+        outbound.claim = claim
         return outbound
 
     def _reserve(self, outbound: Outbound) -> None:
         assert outbound.claim is not None
         try:
-            self._budget.start(outbound.claim)
+            outbound.claim.start()
         except BudgetExceeded as error:
-            pages = self._budget.total // self._geometry.page_bytes
+            pages = self._budget_bytes // self._geometry.page_bytes
             longest = pages * self._geometry.page_tokens
             raise BudgetExceeded(
                 f"a prompt of {outbound.tokens} tokens does not fit into the buffer of "
@@ -256,8 +263,8 @@ class Sender(ReplicaEnd):
             guarded(lambda: told(outbound))
 
     def _count(self, outbound: Outbound, error: HandoffError | None, **more: int) -> None:
-        sent = outbound.sent_bytes
-        self._count_end(outbound.room, outbound.decode, error, host_bytes=sent, **more)
+        amounts = {"gpu_bytes" if outbound.on_device else "host_bytes": outbound.sent_bytes, **more}
+        self._count_end(outbound.room, outbound.decode, error, **amounts)
 
     def _count_budget(self, used: int, waiters: int) -> None:
         self._board.gauge(buffer_bytes_used=used, waiters=waiters)
@@ -282,8 +289,3 @@ class Sender(ReplicaEnd):
     def _forget(self, serving: Serving) -> None:
         with self._lock:
             self._servings.discard(serving)
-
-
-def _ordinary(size: int) -> Bytes:
-    """Its pages are the system's until they are first written."""
-    return np.empty(size, np.uint8)

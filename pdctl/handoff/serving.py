@@ -22,8 +22,10 @@ from pdctl.handoff import wire
 from pdctl.handoff.handshake import challenge
 from pdctl.handoff.identity import Identity
 from pdctl.handoff.lease import DEAD_S, Verdict
+from pdctl.handoff.leaving import send_part
 from pdctl.handoff.link import Link
-from pdctl.handoff.outbound import Outbound, Over
+from pdctl.handoff.outbound import Outbound
+from pdctl.handoff.prompt import Over
 from pdctl.handoff.rooms import Rooms
 from pdctl.handoff.schedule import PagePart
 from pdctl.handoff.ticket import verify
@@ -279,7 +281,7 @@ class Serving:
                 self._finish(outbound, step)
                 return
             if isinstance(step, PagePart):
-                self._send_part(outbound, step)
+                send_part(self._link, outbound, step, reads=self.reads)
             else:
                 self._link.send(step, outbound.room)
 
@@ -288,12 +290,6 @@ class Serving:
             outbound.settle()
             self._link.send(_abort(step.tell), outbound.room)
             self.unblock()
-
-    def _send_part(self, outbound: Outbound, part: PagePart) -> None:
-        piece = outbound.part_bytes(part)
-        send = self._link.send_placed if self.reads else self._link.send_piece
-        send(outbound.room, part.page, part.first_layer, piece)
-        outbound.sent_bytes += piece.nbytes
 
 
 def _abort(error: HandoffError) -> wire.Abort:

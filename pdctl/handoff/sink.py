@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
 
 from pdctl.errors import HandoffError
+from pdctl.handoff.device import Run
 from pdctl.handoff.page import Patterns
 
 HELD_PIECES = 8
@@ -23,6 +25,16 @@ class Want(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int
     held_tokens: int = 0
     first_token: bool = False
+
+
+class Piece(msgspec.Struct, frozen=True):
+    """Layers of a page that were read into a device's memory:
+    `[layers, 2, page_tokens, kv_heads, head_dim]`."""
+
+    page: int
+    first_layer: int
+    layers: int
+    at: Run
 
 
 class PageSink(Protocol):
@@ -52,4 +64,15 @@ class PageSink(Protocol):
 
     def abort(self, error: HandoffError) -> None:
         """Nothing is committed; the memory is the engine's again."""
+        ...
+
+
+class DeviceSink(PageSink, Protocol):
+    """Of an engine that takes pieces from a device's memory: then there is no `write`."""
+
+    def write_from(self, pieces: Sequence[Piece]) -> Callable[[], bool]:
+        """Begins to place them, in order, and returns without waiting for the device. What it
+        returns says, without waiting and on any thread, whether all of them are placed: until then
+        nothing else is read into their memory. Raising ends the handoff, and means that nothing
+        reads them any more. `commit` and `abort` return only when all of them are placed."""
         ...

@@ -5,7 +5,8 @@
 
 The body is msgpack, but for Pages, whose body is the piece itself, and Hello, which starts
 with the contract's fingerprint so that it can be compared before anything else is decoded.
-Placed stands for Pages where the receiver reads the piece itself, out of the sender's memory.
+Placed stands for Pages where the receiver reads the piece itself, out of the sender's memory, and
+Spread for many of them, in a device's.
 `checksum` is XXH3-64 of the body, seeded with that of the header before it.
 
 Everything here raises ProtocolViolation for bytes that cannot be, and allocates nothing that
@@ -33,6 +34,8 @@ MAX_CARD_BYTES = 60 << 10
 MAX_DETAIL_CHARS = 500
 MAX_ASKED = 100
 """Keys of pages in one frame."""
+MAX_SPREAD = 128
+"""Pieces in one frame."""
 NONCE_BYTES = 32
 
 _PREFIX = struct.Struct("<4sBBHQIHHI")
@@ -40,6 +43,7 @@ _CHECKSUM = struct.Struct("<Q")
 HEADER_BYTES = _PREFIX.size + _CHECKSUM.size
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+Address = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Name = Annotated[str, msgspec.Meta(max_length=128)]
 Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
@@ -61,6 +65,7 @@ class Kind(enum.IntEnum):
     TAKEN = 13
     ASK = 14
     COUNTED = 15
+    SPREAD = 16
 
 
 PIECES = frozenset({Kind.PAGES, Kind.PLACED})
@@ -122,12 +127,27 @@ class Grant(Message, frozen=True, kw_only=True):
 
 
 class Placed(Message, frozen=True, kw_only=True):
-    """Sender: the piece that the header names lies there until End. `xxh3` is its XXH3-64; None
-    in a device's memory, which isn't hashed."""
+    """Sender: the piece that the header names lies there until End. `xxh3` is its XXH3-64."""
 
-    address: Annotated[int, msgspec.Meta(ge=0)]
+    address: Address
     device: Count
-    xxh3: Annotated[int, msgspec.Meta(ge=0)] | None
+    xxh3: Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Spot(msgspec.Struct, frozen=True, array_like=True):
+    """Where layers of a page lie."""
+
+    page: Count
+    first_layer: Count
+    layers: Count
+    address: Address
+
+
+class Spread(Message, frozen=True, kw_only=True):
+    """Sender: these pieces lie there until End, in a device's memory. They are not hashed."""
+
+    device: Count
+    spots: Annotated[tuple[Spot, ...], msgspec.Meta(min_length=1, max_length=MAX_SPREAD)]
 
 
 class Taken(Message, frozen=True, kw_only=True):
@@ -190,6 +210,7 @@ BODIES: dict[Kind, type[Message]] = {
     Kind.TAKEN: Taken,
     Kind.ASK: Ask,
     Kind.COUNTED: Counted,
+    Kind.SPREAD: Spread,
 }
 
 _MOST_BYTES = {Kind.PROOF: MAX_CARD_BYTES + MAX_BODY_BYTES}
@@ -211,6 +232,10 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     length: int
     checksum: int
     seed: int
+
+
+Part = Header | Spot
+"""Which layers of which page."""
 
 
 def frame(message: Message, room: int = 0, *, fingerprint: str = "") -> bytes:
@@ -254,8 +279,8 @@ def read_header(raw: bytes | bytearray | memoryview, geometry: PageGeometry) -> 
     if reserved != 0 or number not in Kind.__members__.values():
         raise ProtocolViolation(f"unknown message kind {number}")
     kind = Kind(number)
-    if kind in PIECES and not 1 <= layers <= geometry.layers - first:
-        raise ProtocolViolation(f"layers {first} to {first + layers} are not in a page")
+    if kind in PIECES:
+        check_layers(first, layers, geometry)
     if kind is Kind.PAGES:
         if length != layers * geometry.layer_bytes:
             raise ProtocolViolation(f"a piece of {layers} layers is not {length} bytes")
@@ -274,6 +299,12 @@ def read_header(raw: bytes | bytearray | memoryview, geometry: PageGeometry) -> 
         checksum=checksum,
         seed=xxh3_64_intdigest(prefix),
     )
+
+
+def check_layers(first: int, layers: int, geometry: PageGeometry) -> None:
+    """Raises ProtocolViolation where a page has none such."""
+    if not 1 <= layers <= geometry.layers - first:
+        raise ProtocolViolation(f"layers {first} to {first + layers} are not in a page")
 
 
 def check_body(header: Header, body: bytes | memoryview) -> None:

@@ -78,7 +78,7 @@ class Handoff(Struct, frozen=True, kw_only=True):
     timeout_s: float = 600.0
     on_failure: OnFailure = OnFailure.ERROR
     buffer_bytes: int | None = None
-    """In-flight host pages per prefill replica; None: two whole contexts, at least 512 MiB."""
+    """In-flight pages per prefill replica; None: two whole contexts, at least 512 MiB."""
     encrypt: bool = False
 
 

@@ -1,5 +1,6 @@
 """Rules about `transport = "nixl"`: pages that the decode replica reads out of the prefill
-replica's memory, through UCX.
+replica's memory, through UCX. They lie on the devices that the file names for both replicas, or in
+host memory where it names none.
 
 Requests, tickets and checksums stay on the data plane's connection; the bytes of pages do not.
 """
@@ -15,6 +16,11 @@ READS = frozenset({Engine.VLLM, Engine.SGLANG})
 """Engines whose pages can be read so."""
 
 
+def on_device(replica: Replica) -> bool:
+    """Its KV lies on an NVIDIA device, as the file has it."""
+    return replica.engine in READS and bool(replica.devices)
+
+
 def rules(topology: Topology) -> Iterable[Diagnostic]:
     """What NIXL can't do, and what it leaves open."""
     if topology.handoff.transport is not Transport.NIXL:
@@ -28,6 +34,8 @@ def rules(topology: Topology) -> Iterable[Diagnostic]:
             hint='write transport = "tcp"',
         )
     for p, d in _pairs(topology):
+        if READS.issuperset((p.engine, d.engine)) and on_device(p) is not on_device(d):
+            yield _mixed(p, d)
         if p.host != d.host:
             yield _open(p, d)
 
@@ -50,6 +58,19 @@ def _engines(topology: Topology) -> Iterator[Diagnostic]:
                 field="handoff.transport",
                 hint='write transport = "auto"',
             )
+
+
+def _mixed(p: Replica, d: Replica) -> Diagnostic:
+    near, far = (p, d) if on_device(p) else (d, p)
+    return Diagnostic(
+        code="topology.nixl_memories",
+        summary=f'pair "{p.name}" → "{d.name}": transport "nixl" is impossible: {near.name} keeps '
+        f"KV on a device, and {far.name} names none",
+        detail="pages are read out of memory of the same kind; between a device and host memory "
+        "NIXL is slower than TCP",
+        field="handoff.transport",
+        hint='write transport = "auto", or name the devices of both replicas',
+    )
 
 
 def _open(p: Replica, d: Replica) -> Diagnostic:

@@ -17,6 +17,7 @@ from pdctl.topology.model import (
     ComputeDtype,
     Dtype,
     Engine,
+    Handoff,
     OnFailure,
     Replica,
     Role,
@@ -24,6 +25,7 @@ from pdctl.topology.model import (
     Transport,
 )
 from pdctl.topology.native import OWN, has_side_port, is_native
+from pdctl.topology.nixl import on_device
 from pdctl.topology.rules import declared_ports
 from pdctl.topology.sharing import StorePlan, plan_stores
 
@@ -68,6 +70,8 @@ class PairPlan(msgspec.Struct, frozen=True, kw_only=True):
     transport: Transport
     reason: str
     """Why this transport, in words that `plan` prints."""
+    on_device: bool = False
+    """Pages are read out of one device's memory into another's; else they lie in host memory."""
 
     @property
     def path(self) -> str:
@@ -112,6 +116,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             if replica in (pair.prefill, pair.decode)
         }
 
+    def on_device(self, replica: str) -> bool:
+        """Whether pages of any of its pairs lie on its device."""
+        return any(p.on_device for p in self.pairs if replica in (p.prefill, p.decode))
+
     def store(self, host: str) -> StorePlan | None:
         """A host's page store, where it has one."""
         return next((store for store in self.stores if store.host == host), None)
@@ -145,6 +153,7 @@ def derive(
     *,
     busy: Mapping[str, frozenset[int]] | None = None,
     kept: Plan | None = None,
+    no_nixl: Mapping[str, str] | None = None,
 ) -> Plan:
     """Everything that `up` needs beyond the file; deterministic for equal arguments.
 
@@ -153,6 +162,7 @@ def derive(
         contract: the replicas' common contract; None when planned offline.
         busy: ports that something else listens on, per host; they are not assigned.
         kept: what runs now; a replica or an agent that stays on its host keeps its ports.
+        no_nixl: replica → why NIXL can't be used in its environment, as far as that was asked.
     """
     ports = _Ports(topology, busy or {}, kept)
     hosts = dict.fromkeys([topology.router.host, *(r.host for r in topology.replicas)])
@@ -173,7 +183,7 @@ def derive(
         router_bind=topology.router.bind,
         agent_ports=agent_ports,
         replicas=tuple(_replica(topology, r, ports) for r in topology.replicas),
-        pairs=pairs(topology),
+        pairs=pairs(topology, no_nixl or {}),
         stores=plan_stores(topology, ports.assign, kept.stores if kept else ()),
     )
 
@@ -187,34 +197,65 @@ def buffer_bytes(topology: Topology, contract: Contract | None) -> int | None:
     return max(MIN_BUFFER_BYTES, 2 * pages * contract.page_bytes)
 
 
-def pairs(topology: Topology) -> tuple[PairPlan, ...]:
-    """Each prefill replica with each decode replica, in the file's order."""
+def pairs(topology: Topology, no_nixl: Mapping[str, str] | None = None) -> tuple[PairPlan, ...]:
+    """Each prefill replica with each decode replica, in the file's order.
+
+    Args:
+        no_nixl: as `derive` takes it.
+    """
     found = []
     for p in topology.replicas:
         for d in topology.replicas:
             if p.role is Role.PREFILL and d.role is Role.DECODE:
-                transport, reason = resolve_transport(topology.handoff.transport, p, d)
+                transport, reason = resolve_transport(topology.handoff, p, d, no_nixl or {})
                 if topology.handoff.encrypt and transport is Transport.TCP:
                     reason += ", encrypted (TLS 1.3)"
-                pair = PairPlan(prefill=p.name, decode=d.name, transport=transport, reason=reason)
-                found.append(pair)
+                found.append(
+                    PairPlan(
+                        prefill=p.name,
+                        decode=d.name,
+                        transport=transport,
+                        reason=reason,
+                        on_device=transport is Transport.NIXL and on_device(p) and on_device(d),
+                    )
+                )
     return tuple(found)
 
 
 def resolve_transport(
-    declared: Transport, prefill: Replica, decode: Replica
+    handoff: Handoff, prefill: Replica, decode: Replica, no_nixl: Mapping[str, str]
 ) -> tuple[Transport, str]:
     """The transport of one pair, and why."""
+    declared = handoff.transport
     if declared is Transport.NATIVE:
         return declared, f"native: {OWN.get(prefill.engine, prefill.engine)}"
     if declared is Transport.NIXL:
-        return declared, "nixl: written in the file; host memory, read by the decode replica"
+        where = "device" if on_device(prefill) and on_device(decode) else "host"
+        return declared, f"nixl: written in the file; {where} memory, read by the decode replica"
     if declared is not Transport.AUTO:
         return declared, f"{declared}: written in the file"
-    for end in (prefill, decode):
-        if end.engine is Engine.MLX:
-            return Transport.TCP, "auto → tcp: mlx has no GPU path"
-    return Transport.TCP, "auto → tcp: pages lie in host memory"
+    obstacle = _obstacle(handoff, prefill, decode, no_nixl)
+    if obstacle is not None:
+        return Transport.TCP, f"auto → tcp: {obstacle}"
+    return Transport.NIXL, "auto → nixl: device memory, read by the decode replica"
+
+
+def _obstacle(
+    handoff: Handoff, prefill: Replica, decode: Replica, no_nixl: Mapping[str, str]
+) -> str | None:
+    """What keeps a pair's pages from going from device to device where the file leaves it open."""
+    ends = (prefill, decode)
+    if Engine.MLX in (end.engine for end in ends):
+        return "mlx has no GPU path"
+    away = [end.name for end in ends if not on_device(end)]
+    if away:
+        both = len(away) == len(ends)
+        return "pages lie in host memory" if both else f"{away[0]} names no device"
+    if handoff.encrypt:
+        return "encrypt = true, and UCX has no TLS"
+    if prefill.host != decode.host:
+        return 'between hosts NIXL asks for no key; transport = "nixl" takes it all the same'
+    return next((f"{end.name}: {no_nixl[end.name]}" for end in ends if end.name in no_nixl), None)
 
 
 def peers(topology: Topology, replica: Replica) -> tuple[Replica, ...]:

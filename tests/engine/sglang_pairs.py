@@ -3,11 +3,20 @@ them."""
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
 from agreement import NEAR_TIE_NATS, Agreement, ranking, steps_of
-from engine.vllm_pairs import CHAT, alone, answered_alone, chat, check_at_rest, completion
+from engine.vllm_pairs import (
+    CHAT,
+    COMPLETIONS,
+    alone,
+    answered_alone,
+    chat,
+    check_at_rest,
+    completion,
+)
 from engines.replicas import Pair, Process, text_of
 from engines.vllm_replicas import VllmProcess
 
@@ -38,12 +47,13 @@ class Fleet:
         return Pair(self._ends[prefill][0], self._ends[decode][1])
 
 
-def over_nixl(process: VllmProcess, *peers: str) -> VllmProcess:
-    """Pages to or from these peers go as where the file says so, to others over TCP; before the
-    process is started."""
+def over_nixl(process: VllmProcess, *peers: str, device: bool = False) -> VllmProcess:
+    """Pages to or from these peers go as where the file says so, and lie on a device where it names
+    some, to others over TCP; before the process is started."""
     agent = process.agent
     transports = dict.fromkeys(peers, Transport.NIXL)
-    agent.assignment = msgspec.structs.replace(agent.assignment, transports=transports)
+    changed = {"transports": transports, "device_pages": device}
+    agent.assignment = msgspec.structs.replace(agent.assignment, **changed)
     return process
 
 
@@ -71,8 +81,9 @@ def check_text(fleet: Fleet, name: str, tokens: int, path: str, agreement: Agree
     wanted = count - serves_alone
     after = pair.decode.counters()
     assert after.imported_tokens - before.imported_tokens == wanted
-    pages = -(-wanted // PAGE_TOKENS)
-    assert after.host_bytes - before.host_bytes == pages * pair.decode.contract.page_bytes
+    size = -(-wanted // PAGE_TOKENS) * pair.decode.contract.page_bytes
+    moved = (after.gpu_bytes - before.gpu_bytes, after.host_bytes - before.host_bytes)
+    assert moved == ((size, 0) if pair.decode.agent.assignment.device_pages else (0, size))
     assert whole["usage"]["prompt_tokens_details"]["cached_tokens"] == wanted
     events = pair.events(path, {**body, "cache_salt": f"{name} {tokens} streamed"})
     assert "".join(map(text_of, events)) == text_of(whole)
@@ -98,6 +109,29 @@ def check_next_is_right(pair: Pair, fleet: Fleet, **fields: Any) -> None:
     (prefilled, answer), (decoded, whole) = pair.post("/v1/completions", body)
     assert (prefilled, decoded) == (200, 200), (answer, whole)
     assert text_of(whole).strip() == alone(fleet.o, "/v1/completions", body).strip()
+
+
+def check_held_prefix_is_sent(fleet: Fleet, name: str) -> None:
+    """The second time, prefill computes a prompt's end alone, and all of it travels."""
+    pair = fleet.pair(name)
+    body = completion(400, 9, salt=f"warm {name}")
+    expected = alone(fleet.o, COMPLETIONS, body)
+    for _ in range(2):
+        (prefilled, answer), (decoded, whole) = pair.post(COMPLETIONS, body)
+        assert (prefilled, decoded) == (200, 200)
+        assert text_of(whole).strip() == expected.strip()
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 384
+
+
+def check_many_at_once(fleet: Fleet, name: str, count: int) -> None:
+    pair = fleet.pair(name)
+    bodies = [completion(40 + 29 * i, i, salt=f"many {name}") for i in range(count)]
+    expected = [alone(fleet.o, COMPLETIONS, body).strip() for body in bodies]
+    with ThreadPoolExecutor(count) as pool:
+        answers = list(pool.map(lambda body: pair.post(COMPLETIONS, body), bodies))
+    assert [(a[0], b[0]) for a, b in answers] == [(200, 200)] * count
+    assert [text_of(b[1]).strip() for _, b in answers] == expected
+    check_at_rest(pair.prefill, pair.decode)
 
 
 def check_one_contract(fleet: Fleet) -> None:

@@ -4,7 +4,6 @@ alone."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -13,7 +12,14 @@ import pytest
 from agreement import Agreement
 from engine import held, witness
 from engine.held import MlxWitness
-from engine.sglang_pairs import CHUNK_TOKENS, Fleet, check_one_contract, check_text
+from engine.sglang_pairs import (
+    CHUNK_TOKENS,
+    Fleet,
+    check_held_prefix_is_sent,
+    check_many_at_once,
+    check_one_contract,
+    check_text,
+)
 from engine.vllm_pairs import CHAT, COMPLETIONS, LENGTHS, alone, check_at_rest, completion
 from engines.replicas import contract_of, text_of
 from engines.sglang_replicas import SglangProcess, needs_sglang
@@ -88,14 +94,7 @@ def test_only_what_decode_does_not_hold_travels(fleet: Fleet, name: str) -> None
 @pytest.mark.parametrize("name", ["sglang>sglang", "sglang>mlx"])
 def test_what_prefill_holds_already_is_sent_all_the_same(fleet: Fleet, name: str) -> None:
     """Prefill's own prefix cache spares it the computing, not the sending."""
-    pair = fleet.pair(name)
-    body = completion(400, 9, salt=f"warm {name}")
-    expected = alone(fleet.o, COMPLETIONS, body)
-    for _ in range(2):
-        (prefilled, answer), (decoded, whole) = pair.post(COMPLETIONS, body)
-        assert (prefilled, decoded) == (200, 200)
-        assert text_of(whole).strip() == expected.strip()
-    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 384
+    check_held_prefix_is_sent(fleet, name)
 
 
 @pytest.mark.parametrize("name", PAIRS)
@@ -124,14 +123,7 @@ def test_a_format_holds_from_the_first_token_on(fleet: Fleet) -> None:
 @pytest.mark.parametrize("name", PAIRS)
 def test_sixteen_at_once_are_all_right(fleet: Fleet, name: str) -> None:
     """More than either engine runs at a time (eight): the rest waits, in order."""
-    pair = fleet.pair(name)
-    bodies = [completion(40 + 29 * i, i, salt=f"many {name}") for i in range(16)]
-    expected = [alone(fleet.o, COMPLETIONS, body).strip() for body in bodies]
-    with ThreadPoolExecutor(len(bodies)) as pool:
-        answers = list(pool.map(lambda body: pair.post(COMPLETIONS, body), bodies))
-    assert [(a[0], b[0]) for a, b in answers] == [(200, 200)] * 16
-    assert [text_of(b[1]).strip() for _, b in answers] == expected
-    check_at_rest(pair.prefill, pair.decode)
+    check_many_at_once(fleet, name, 16)
 
 
 def test_nothing_listens_beyond_loopback(fleet: Fleet) -> None:

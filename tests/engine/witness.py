@@ -25,7 +25,7 @@ WAIT_S = 30.0
 def environment(folder: Path) -> dict[str, str]:
     """Of a process that is to load one of the modules."""
     tests = Path(__file__).parents[1]
-    return {FOLDER_ENV: str(folder), "PYTHONPATH": f"{tests / 'inside'}:{tests}"}
+    return {FOLDER_ENV: str(folder), "PYTHONPATH": f"{tests / 'inside'}:{tests}:{tests.parent}"}
 
 
 @contextmanager

@@ -12,9 +12,11 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+from handoff.devices import as_array
 
 from pdctl.errors import HandoffError
 from pdctl.handoff.counters import CounterBoard
+from pdctl.handoff.device import DeviceMaker
 from pdctl.handoff.identity import Identity
 from pdctl.handoff.page import PageGeometry, Patterns
 from pdctl.handoff.receiver import Inbound, Receiver, Want
@@ -155,6 +157,7 @@ class Ends:
         clock: Callable[[], float] = time.monotonic,
         host: str = "127.0.0.1",
         receiving: Transport | None = None,
+        device: DeviceMaker | None = None,
     ) -> None:
         self.geometry = geometry
         self.transport = transport
@@ -172,6 +175,8 @@ class Ends:
             clock=clock,
             transport=transport,
             reach=make_reach("p0"),
+            device=device,
+            reads=lambda decode: decode == "d0",
         )
         self.receiver = Receiver(
             Identity("d0", KEY, DIGEST),
@@ -182,6 +187,7 @@ class Ends:
             clock=clock,
             transport=receiving or transport,
             reach=make_reach("d0"),
+            device=device,
         )
         self.port = self.sender.start()
         self.host = f"[{host}]" if ":" in host else host
@@ -229,7 +235,7 @@ def place(outbound: Outbound, source: Patterns, tokens: int, chunk: int) -> None
     at = outbound.positions
     while at < tokens:
         stop = min(at + chunk, tokens)
-        pages = outbound.pages()
+        pages = as_array(outbound.pages(), source.shape[1:])
         for page in range(at // size, -(-stop // size)):
             first, last = max(at - page * size, 0), min(stop - page * size, size)
             pages[page, :, :, first:last] = source[page, :, :, first:last]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -37,6 +38,16 @@ def main(tokens: list[int]) -> None:
         clock=time.monotonic,
         reach=NixlReach("p0", one_host=True),
     )
+    run(sender, tokens, fill)
+
+
+def fill(prefill: Prefill, count: int) -> None:
+    assert prefill.outbound is not None
+    prefill.outbound.pages()[:] = kv(count, GEOMETRY)
+
+
+def run(sender: Sender, tokens: list[int], fill: Callable[[Prefill, int], None]) -> None:
+    """Until stdin ends."""
     say(sender.start())
     for at, line in enumerate(sys.stdin):
         leg, count = msgspec.json.decode(line, type=Leg), tokens[at % len(tokens)]
@@ -48,7 +59,7 @@ def main(tokens: list[int]) -> None:
             on_settled=lambda over: say("done" if over.done else str(over.error)),
         )
         assert prefill.reserved.wait(WAIT_S)
-        outbound.pages()[:] = kv(count, GEOMETRY)
+        fill(prefill, count)
         outbound.written(count)
         outbound.finish(7)
     sender.close()

@@ -6,14 +6,17 @@ from __future__ import annotations
 import ctypes
 import secrets
 import threading
+from collections.abc import Sequence
 from functools import cache
 
+import numpy as np
 import pytest
 
 from pdctl.errors import PeerLost
 from pdctl.handoff.arena import Bytes
+from pdctl.handoff.device import DeviceMemory, Run
 from pdctl.handoff.transport.nixl import NixlReach, installed
-from pdctl.handoff.transport.reach import Reach, Where
+from pdctl.handoff.transport.reach import Reach, Row, Where, address_of
 from pdctl.handoff.transport.tcp import TcpTransport
 
 
@@ -44,8 +47,10 @@ class MemoryReach:
         self.closed = False
         shared.exposed[self._card] = []
 
-    def expose(self, memory: Bytes) -> None:
-        self._shared.exposed[self._card].append((memory.ctypes.data, memory.nbytes))
+    def expose(self, memory: Bytes | DeviceMemory) -> None:
+        host = isinstance(memory, np.ndarray)
+        row = (memory.ctypes.data, memory.nbytes) if host else (memory.address, memory.size)
+        self._shared.exposed[self._card].append(row)
 
     def card(self) -> bytes:
         return self._card
@@ -53,11 +58,12 @@ class MemoryReach:
     def meet(self, where: Where, card: bytes) -> None:
         self.met.append((where, card))
 
-    def pull(self, card: bytes, address: int, device: int, into: memoryview) -> MemoryPull:
+    def pull(self, card: bytes, there: Sequence[Row], into: memoryview | Run) -> MemoryPull:
         regions = self._shared.exposed.get(card, [])
-        if not any(at <= address and address + into.nbytes <= at + size for at, size in regions):
-            raise PeerLost("that memory is not exposed")
-        pull = MemoryPull(self._shared, address, into)
+        for row in there:
+            if not any(at <= row.address and sum(row[:2]) <= at + size for at, size in regions):
+                raise PeerLost("that memory is not exposed")
+        pull = MemoryPull(self._shared, there, into)
         self._shared.pulls.append(pull)
         self._shared.begun.set()
         return pull
@@ -70,10 +76,10 @@ class MemoryReach:
 class MemoryPull:
     """A `Pull` that copies when it is first looked at after `proceed`."""
 
-    def __init__(self, shared: InProcess, address: int, into: memoryview) -> None:
+    def __init__(self, shared: InProcess, there: Sequence[Row], into: memoryview | Run) -> None:
         self._shared = shared
-        self._address = address
-        self._into = into
+        self.there = there
+        self._into = into.address if isinstance(into, Run) else address_of(into)
         self.over = self.released = False
 
     def landed(self) -> bool:
@@ -83,8 +89,10 @@ class MemoryPull:
             return False
         if self._shared.fails:
             raise PeerLost("the memory's owner is gone")
-        here = ctypes.addressof(ctypes.c_char.from_buffer(self._into))
-        ctypes.memmove(here, self._address, self._into.nbytes)
+        here = self._into
+        for row in self.there:
+            ctypes.memmove(here, row.address, row.size)
+            here += row.size
         self.over = True
         return True
 

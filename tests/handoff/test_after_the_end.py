@@ -14,7 +14,7 @@ from pdctl.errors import HandoffError, HandoffExpired, PeerLost, ProtocolViolati
 from pdctl.handoff import wire
 from pdctl.handoff.identity import tokens_digest
 from pdctl.handoff.link import Link
-from pdctl.handoff.outbound import Over
+from pdctl.handoff.prompt import Over
 from pdctl.handoff.sender import Outbound
 from pdctl.handoff.serving import Serving
 from pdctl.handoff.transport.memory import MemoryTransport

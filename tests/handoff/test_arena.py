@@ -9,19 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdctl.handoff.arena import Arena
+from pdctl.handoff.arena import Arena, Bytes, arena_of
 from pdctl.handoff.budget import Budget, Claim
 from pdctl.handoff.page import PageGeometry
 
 
-def arena(size: int) -> Arena:
-    return Arena(np.zeros(size, np.uint8))
+def arena(size: int) -> Arena[Bytes]:
+    return arena_of(np.zeros(size, np.uint8))
 
 
 def test_a_run_is_part_of_the_memory() -> None:
     """What is written into a run stands in the allocation that it is of."""
     memory = np.zeros(10, np.uint8)
-    source = Arena(memory)
+    source = arena_of(memory)
     kept = source.take(4)
     run = source.take(3)
     assert kept is not None

@@ -192,6 +192,7 @@ def test_a_sender_that_breaks_the_order_commits_nothing(transport, breaks):
         wire.Challenge(nonce=bytes(32)),
         wire.Taken(pieces=1),
         wire.Placed(address=8, device=0, xxh3=7),
+        wire.Spread(device=0, spots=(wire.Spot(0, 0, 1, 8),)),
     ],
     ids=lambda message: type(message).__name__,
 )

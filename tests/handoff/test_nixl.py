@@ -23,10 +23,11 @@ from pdctl.errors import HandoffError, PeerLost
 from pdctl.handoff.counters import CounterBoard
 from pdctl.handoff.identity import Identity
 from pdctl.handoff.page import PageGeometry
-from pdctl.handoff.pulls import SLOTS
-from pdctl.handoff.receiver import Inbound, Receiver
+from pdctl.handoff.receiver import Inbound, PageSink, Receiver
+from pdctl.handoff.slots import SLOTS
 from pdctl.handoff.ticket import mint
 from pdctl.handoff.transport.nixl import NixlReach, installed
+from pdctl.handoff.transport.reach import Row
 from pdctl.topology.model import Transport
 
 pytestmark = pytest.mark.skipif(installed() is None, reason="needs nixl-cu12 in this environment")
@@ -35,12 +36,14 @@ GEOMETRY = PageGeometry(8, 2, 64)
 LONG = 5000
 """Tokens: 10 MiB in 79 pages, each read in one piece of 256 KiB."""
 
+SENDER = Path(__file__).with_name("nixl_sender.py")
+
 _room = itertools.count(1)
 
 
 class SenderProcess:
-    def __init__(self, *tokens: int) -> None:
-        argv = [sys.executable, str(Path(__file__).with_name("nixl_sender.py")), *map(str, tokens)]
+    def __init__(self, *arguments: object, script: Path = SENDER) -> None:
+        argv = [sys.executable, str(script), *map(str, arguments)]
         self.process = subprocess.Popen(
             argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -93,7 +96,7 @@ def receiver(reach: NixlReach) -> Iterator[Receiver]:
     made.close()
 
 
-def fetched(receiver: Receiver, sender: SenderProcess, tokens: int, sink: Sink) -> Inbound:
+def fetched(receiver: Receiver, sender: SenderProcess, tokens: int, sink: PageSink) -> Inbound:
     leg = sender.leg()
     sender.admit(leg)
     return receiver.fetch(leg, list(range(tokens)), sink)
@@ -101,13 +104,17 @@ def fetched(receiver: Receiver, sender: SenderProcess, tokens: int, sink: Sink) 
 
 def check_whole(receiver: Receiver, sender: SenderProcess, tokens: int) -> None:
     sink = Sink(GEOMETRY, spare=0, first_token=True)
+    check_received(receiver, sender, tokens, sink)
+    assert sink.first_token == 7
+    assert receiver._slots.free == SLOTS
+
+
+def check_received(receiver: Receiver, sender: SenderProcess, tokens: int, sink: PageSink) -> None:
     inbound = fetched(receiver, sender, tokens, sink)
     assert inbound.settled.wait(WAIT_S)
     assert inbound.error is None
-    assert sink.first_token == 7
     np.testing.assert_array_equal(sink.pages, kv(tokens, GEOMETRY))
     assert sender.outcome() == "done"
-    assert receiver._slots.free == SLOTS
 
 
 def test_pages_of_another_process_land_bit_by_bit(receiver: Receiver) -> None:
@@ -212,8 +219,8 @@ def test_memory_that_was_not_exposed_is_not_read(reach: NixlReach) -> None:
         reach.meet(("127.0.0.1", 1), card)
         for address in (secret.ctypes.data, exposed.ctypes.data + 1, 0):
             with pytest.raises(PeerLost, match="can't read the memory of p1-"):
-                reach.pull(card, address, 0, into.data)
-        pull = reach.pull(card, exposed.ctypes.data, 0, into.data)
+                reach.pull(card, [Row(address, 4096, 0)], into.data)
+        pull = reach.pull(card, [Row(exposed.ctypes.data, 4096, 0)], into.data)
         while not pull.landed():
             time.sleep(1e-4)
         assert pull.release()

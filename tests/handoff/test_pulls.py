@@ -21,7 +21,8 @@ from pdctl.handoff import wire
 from pdctl.handoff.handshake import challenge
 from pdctl.handoff.identity import tokens_digest
 from pdctl.handoff.link import Link
-from pdctl.handoff.pulls import DEPTH, SLOTS, Slots
+from pdctl.handoff.pulls import DEPTH
+from pdctl.handoff.slots import SLOTS, host_slots
 from pdctl.handoff.transport.interface import Listener
 from pdctl.handoff.transport.reach import address_of
 from pdctl.handoff.transport.tcp import TcpTransport
@@ -495,7 +496,7 @@ def test_slots_are_one_block_exposed_once():
     """Registered once per process, whatever comes."""
     transport = Read()
     reach = MemoryReach(transport.shared)
-    slots = Slots(reach, SMALL)
+    slots = host_slots(reach, SMALL)
     ((_, size),) = transport.shared.exposed[reach.card()]
     assert size == SLOTS * slots.size
     assert slots.free == SLOTS

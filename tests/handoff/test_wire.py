@@ -17,7 +17,14 @@ PIECE = bytes(range(256)) * (GEOMETRY.layer_bytes // 256)
 
 counts = st.integers(0, (1 << 32) - 1)
 digests = st.binary(min_size=32, max_size=32)
+addresses = st.integers(0, (1 << 62) - 1)
+spots = st.builds(wire.Spot, counts, counts, counts, addresses)
 messages = st.one_of(
+    st.builds(
+        wire.Spread,
+        device=counts,
+        spots=st.lists(spots, min_size=1, max_size=wire.MAX_SPREAD).map(tuple),
+    ),
     st.builds(wire.Challenge, nonce=digests),
     st.builds(wire.Answer, nonce=digests, proof=digests),
     st.builds(wire.Proof, proof=digests),
@@ -44,6 +51,14 @@ def parse(raw: bytes) -> object:
         fingerprint, rest = wire.read_hello(header, body)
         return fingerprint, wire.hello_rest(rest)
     return wire.read_body(header, body)
+
+
+def test_a_frame_of_as_many_pieces_as_there_may_be_is_heard() -> None:
+    """With the largest of all numbers: it stays within what a body may have."""
+    last = (1 << 32) - 1
+    spot = wire.Spot(last, last, last, (1 << 62) - 1)
+    spread = wire.Spread(device=last, spots=(spot,) * wire.MAX_SPREAD)
+    assert parse(wire.frame(spread, 1)) == spread
 
 
 def piece(page: int = 0, first: int = 0, layers: int = 1) -> bytes:

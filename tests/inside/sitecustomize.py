@@ -1,7 +1,8 @@
 """Python runs this at the start of every process whose PYTHONPATH has this folder. Tests put it
 there, without a seam in pdctl, to break an engine from inside (`broken.py`), to write down what one
 holds (`engine/witness.py`), to have each process say what it was started with, to lead it to a
-data link of the test's, and to set its clock forward.
+data link of the test's, to set its clock forward, and to have SGLang's memory copied as on a GPU
+(`interpreted.py`).
 """
 
 from __future__ import annotations
@@ -89,3 +90,6 @@ if "PDCTL_TEST_FAULT" in os.environ:
 
 if "PDCTL_TEST_WITNESS" in os.environ:
     sys.meta_path.insert(0, Patching(WITNESSED, "engine.witness_sglang"))
+
+if "PDCTL_TEST_INTERPRETED" in os.environ:
+    sys.meta_path.insert(0, Patching(("pdctl.engines.sglang.pool",), "interpreted"))

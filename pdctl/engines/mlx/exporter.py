@@ -8,6 +8,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from pdctl.handoff.device import Pages, host_pages
 from pdctl.topology.model import PAGE_TOKENS, Dtype
 from pdctl.trace import monotonic_s
 
@@ -19,7 +20,7 @@ MLX_DTYPES = {Dtype.FLOAT16: mx.float16, Dtype.BFLOAT16: mx.bfloat16}
 class PageTarget(Protocol):
     """The part of `pdctl.handoff.sender.Outbound` that an exporter needs."""
 
-    def pages(self) -> Uint16:
+    def pages(self) -> Pages:
         """`[pages, layers, 2, 64, kv_heads, head_dim]`."""
         ...
 
@@ -40,7 +41,7 @@ class Export:
             return
         computed_at = monotonic_s()
         piece = read_positions(caches, row, self.held, positions, self._dtype)
-        scatter(piece, self._target.pages(), self.held)
+        scatter(piece, host_pages(self._target.pages()), self.held)
         self.held = positions
         self._target.written(positions, computed_at)
 

@@ -11,7 +11,7 @@ from pdctl.engines.channel import Failed
 from pdctl.engines.copier import Copier
 from pdctl.engines.interface import Leg
 from pdctl.engines.session import Session
-from pdctl.engines.sglang.pool import SlotPool, streams_in_use
+from pdctl.engines.sglang.pool import SlotPool
 from pdctl.errors import HandoffError
 from pdctl.handoff.seam import ReceivingEnd, SendingEnd
 
@@ -90,9 +90,6 @@ class Exchange(BaseKVManager):  # type: ignore[misc]
         """A leg that ended before its handoff began."""
         failed = Failed(room=leg.room, leg=side, cause=error.cause, detail=error.message)
         self.session.report(failed)
-
-    def streams_in_use(self) -> list[Any]:
-        return streams_in_use(self._scheduler)
 
     # -- SGLang's rows
 

@@ -10,7 +10,7 @@ from sglang.srt.arg_groups.choices import add_disagg_transfer_backend_choices
 from sglang.srt.disaggregation import utils
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from pdctl.engines.sglang import arrivals, joining, naming, queueing
+from pdctl.engines.sglang import arrivals, joining, naming, queueing, stepping
 from pdctl.engines.sglang.spec import BACKEND, NATIVE
 
 MEMBER = BACKEND.upper()
@@ -82,6 +82,8 @@ HOOKS = (
         HookType.BEFORE,
     ),
     Hook(f"{_SRT}.managers.scheduler.Scheduler.init_disaggregation", joining.join, HookType.AFTER),
+    Hook(f"{_SRT}.managers.scheduler.Scheduler.run_batch", stepping.ran),
+    Hook(f"{_SRT}.layers.attention.base_attn_backend.AttentionBackend.forward", stepping.attended),
     Hook(f"{_SRT}.managers.scheduler.Scheduler.get_new_batch_prefill", queueing.chosen),
     Hook(f"{_SRT}.managers.scheduler.Scheduler.is_fully_idle", queueing.idle),
     Hook(

@@ -6,13 +6,14 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from pdctl.engines.session import Session
+from pdctl.engines.channel import Assignment
+from pdctl.engines.session import Loaded, Session
 from pdctl.engines.sglang.effective import loaded
-from pdctl.engines.sglang.pool import SlotPool
+from pdctl.engines.sglang.pool import SlotPool, open_pool
 from pdctl.engines.sglang.sharing import Sharing
 from pdctl.errors import LaunchError
 from pdctl.handoff.counters import CounterBoard, Counters
@@ -20,6 +21,9 @@ from pdctl.handoff.page import PageGeometry
 from pdctl.handoff.store.interface import PageStore
 from pdctl.topology.contract import Contract
 from pdctl.topology.model import Engine, Role
+
+if TYPE_CHECKING:
+    from pdctl.engines.sglang.stepping import Stepping
 
 log = logging.getLogger("pdctl.engines.sglang")
 
@@ -37,6 +41,7 @@ QUEUES = (
 
 _board = CounterBoard()
 _sharing: Sharing | None = None
+_stepping: Stepping | None = None
 
 
 def board() -> CounterBoard:
@@ -49,6 +54,11 @@ def sharing() -> Sharing | None:
     return _sharing
 
 
+def stepping() -> Stepping | None:
+    """This process's, where it sends what it computes on a GPU."""
+    return _stepping
+
+
 def join(_: Any, scheduler: Any) -> None:
     """After `Scheduler.init_disaggregation`: before any request.
 
@@ -56,7 +66,7 @@ def join(_: Any, scheduler: Any) -> None:
         LaunchError: no agent, or this is not the SGLang that the plug-in knows. The scheduler
             ends, and its server with it.
     """
-    global _board, _sharing
+    global _board, _sharing, _stepping
     logging.getLogger("pdctl").setLevel(logging.INFO)
     _check_hooks()
     session = Session(
@@ -68,19 +78,42 @@ def join(_: Any, scheduler: Any) -> None:
     )
     assigned = session.attach()
     _board = session.board
+    pool = _pool(scheduler, assigned)
     if assigned.role is not Role.BOTH:
         queue = scheduler.disagg_prefill_bootstrap_queue or scheduler.disagg_decode_prealloc_queue
-        queue.kv_manager.join(session, _pool(scheduler, assigned.contract), scheduler)
-    session.open(loaded(scheduler))
+        queue.kv_manager.join(session, pool, scheduler)
+    _open(session, loaded(scheduler), pool)
     # a prefill replica without a radix cache hands over all the same; decode asks for itself
     caches = not scheduler.server_args.disable_radix_cache
     looks = assigned.role is Role.BOTH or (assigned.role is Role.PREFILL and caches)
-    if session.store is not None and looks:
-        _sharing = _opened_sharing(scheduler, session.store, assigned.contract)
+    if pool is not None and session.store is not None and looks:
+        _sharing = _opened_sharing(scheduler, session.store, pool, assigned.contract)
+    if assigned.role is Role.PREFILL and pool is not None and pool.leaves_by_layer:
+        _stepping = _opened_stepping(pool)
     atexit.register(session.close)
 
 
-def _opened_sharing(scheduler: Any, store: PageStore, contract: Contract) -> Sharing:
+def _open(session: Session, found: Loaded, pool: SlotPool | None) -> None:
+    if pool is None:
+        session.open(found)
+        return
+    atexit.register(pool.close)
+    try:
+        session.open(found, pool.page_memory, pool.lock, pool.device)
+    except MemoryError as error:
+        hint = "lower handoff.buffer_bytes, or engine_config.mem_fraction_static"
+        raise LaunchError(str(error), hint=hint) from error
+
+
+def _opened_stepping(pool: Any) -> Stepping:
+    from pdctl.engines.sglang.stepping import Stepping
+
+    return Stepping(pool)
+
+
+def _opened_sharing(
+    scheduler: Any, store: PageStore, pool: SlotPool, contract: Contract
+) -> Sharing:
     from pdctl.engines.sglang.tree import Tree
 
     if scheduler.server_args.disable_radix_cache:
@@ -88,14 +121,15 @@ def _opened_sharing(scheduler: Any, store: PageStore, contract: Contract) -> Sha
             "prefixes can't be shared without SGLang's radix cache",
             hint="leave engine_config.disable_radix_cache or [sharing] away",
         )
-    pool = _pool(scheduler, contract)
     return Sharing(scheduler, store, pool, Tree(scheduler, pool), PageGeometry.of(contract))
 
 
-def _pool(scheduler: Any, contract: Contract) -> SlotPool:
-    memory = scheduler.token_to_kv_pool_allocator.get_kvcache()
+def _pool(scheduler: Any, assigned: Assignment) -> SlotPool | None:
+    """None where pdctl moves nothing in or out of it."""
+    if assigned.native or (assigned.role is Role.BOTH and assigned.store is None):
+        return None
     try:
-        return SlotPool(memory, PageGeometry.of(contract))
+        return open_pool(scheduler, PageGeometry.of(assigned.contract))
     except (AttributeError, ValueError) as error:
         raise LaunchError(f"SGLang's KV memory can't be converted: {error}") from error
 

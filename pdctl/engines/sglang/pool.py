@@ -1,32 +1,49 @@
 """Where SGLang keeps a token's K and V, and the two copies between its slots and canonical pages.
 
-One tensor per layer for K and one for V, each `[slots, kv_heads, head_dim]`, K after RoPE
-(0.5.21 to 0.5.23, measured). Slots come in blocks of 64 that belong to one sequence: block b is
-slots [64 b, 64 b + 64), which is just what a canonical page holds of that layer.
+One tensor per layer for K and one for V, each `[slots, kv_heads, head_dim]`, K after RoPE (0.5.21
+to 0.5.23, measured). Slots come in blocks of 64 that belong to one sequence: block b is slots
+[64 b, 64 b + 64), which is just what a canonical page holds of that layer. So it is whatever the
+attention backend (`mem_cache/memory_pool.py`): what lays a block's heads apart is
+`SGLANG_USE_HND_KVCACHE` alone.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
+from pdctl.engines.device import TorchDevice, tensor_of
+from pdctl.handoff.arena import Bytes
+from pdctl.handoff.device import Pages
 from pdctl.handoff.page import PageGeometry, Patterns
+from pdctl.handoff.sink import Piece
 from pdctl.topology.model import Dtype
 
 PAGE_DTYPES = {Dtype.FLOAT16: torch.float16, Dtype.BFLOAT16: torch.bfloat16}
 
 
-class SlotPool:
-    """SGLang's KV memory on a CPU or a GPU. Layers are in the model's order.
+class Part(NamedTuple):
+    """A piece, and where it goes."""
 
-    `read` and `write` may run on different threads for different blocks. On a GPU each thread
-    copies on a stream of its own and waits for it, so that neither returns before its bytes are
-    where they belong.
+    block: int
+    slots: range
+    piece: Piece
+
+
+class SlotPool:
+    """SGLang's KV memory on a CPU. Layers are in the model's order.
+
+    `read` and `write` may run on different threads for different blocks.
     """
+
+    page_memory: Callable[[int], Bytes] | None = None
+    """Makes the memory that pages and pieces should lie in; None: any will do."""
+    lock: Callable[[Bytes], None] | None = None
+    """Makes memory of somebody else's what `page_memory` makes, for good; None: any will do."""
+    leaves_by_layer = False
+    """Whether it is an `exports.Memory` too."""
 
     def __init__(self, pool: Any, pages: PageGeometry) -> None:
         """Raises ValueError where the memory is not laid out as the module says."""
@@ -38,11 +55,13 @@ class SlotPool:
         if pool.page_size != pages.page_tokens or layout != "nhd":
             raise ValueError(f"its blocks have {pool.page_size} slots and the layout {layout!r}")
         self.page_bytes = pages.page_bytes
-        self.device = self._keys[0].device
         self.dtype = self._keys[0].dtype
+        self.device = TorchDevice(self._keys[0].device)
+        """Makes memory where the slots themselves lie, for pages that are read from there."""
 
-    def read(self, blocks: Sequence[int], first_page: int, last_slots: int, into: Patterns) -> None:
-        """Copies whole blocks of a sequence into its pages, of the last one its first slots.
+    def read(self, blocks: Sequence[int], first_page: int, last_slots: int, into: Pages) -> None:
+        """Copies whole blocks of a sequence, which are computed, into its pages, of the last one
+        its first slots.
 
         Args:
             blocks: one or more.
@@ -51,67 +70,78 @@ class SlotPool:
             into: `[pages, layers, 2, page_tokens, kv_heads, head_dim]`.
         """
         stop = first_page + len(blocks)
-        pages = torch.from_numpy(into[first_page:stop].view(np.int16)).view(self._page_dtype)
-        with self._own_stream():
-            near = self.device.type == "cpu"
-            target = pages if near else torch.zeros_like(pages, device=self.device)
-            index = torch.tensor(blocks, device=self.device)
-            for layer, pair in enumerate(zip(self._keys, self._values, strict=True)):
-                for half, memory in enumerate(pair):
-                    found = memory[index]
-                    target[:-1, layer, half] = found[:-1]
-                    target[-1, layer, half, :last_slots] = found[-1, :last_slots]
-            if not near:
-                pages.copy_(target)
+        target = tensor_of(into, self._page_dtype, (-1, *self._pages.shape))[first_page:stop]
+        index = torch.tensor(blocks)
+        for layer, pair in enumerate(zip(self._keys, self._values, strict=True)):
+            for half, memory in enumerate(pair):
+                found = memory[index]
+                target[:-1, layer, half] = found[:-1]
+                target[-1, layer, half, :last_slots] = found[-1, :last_slots]
 
     def write(self, block: int, slots: range, first_layer: int, piece: Patterns) -> None:
         """Places some slots of one page into one block, of some layers.
 
         Args:
-            piece: `[layers, 2, page_tokens, kv_heads, head_dim]`, that page's.
+            piece: `[layers, 2, page_tokens, kv_heads, head_dim]`, that page's; the memory is
+                another's as `PageSink.write` says.
         """
         source = piece if piece.flags.writeable else piece.copy()
-        tokens = torch.from_numpy(source.view(np.int16)).view(self._page_dtype)
+        tokens = tensor_of(source, self._page_dtype, source.shape)
+        self._write(block, slots, first_layer, tokens)
+
+    def write_from(self, parts: Sequence[Part]) -> Callable[[], bool]:
+        """As `write`, of pieces in memory that `device` made. It waits for nothing:
+        `DeviceSink.write_from` says what it returns, and what it means where it raises."""
+        for block, slots, piece in parts:
+            shape = (piece.layers, *self._pages.shape[1:])
+            tokens = tensor_of(piece.at, self._page_dtype, shape)
+            self._write(block, slots, piece.first_layer, tokens)
+        return lambda: True
+
+    def _write(self, block: int, slots: range, first_layer: int, tokens: torch.Tensor) -> None:
         at = slice(slots.start, slots.stop)
-        with self._own_stream():
-            placed = tokens[:, :, at].to(self.device).to(self.dtype)
-            for layer, (key, value) in enumerate(placed, start=first_layer):
-                self._keys[layer][block, at] = key
-                self._values[layer][block, at] = value
+        placed = tokens[:, :, at].to(self.dtype)
+        for layer, (key, value) in enumerate(placed, start=first_layer):
+            self._keys[layer][block, at] = key
+            self._values[layer][block, at] = value
 
-    def after(self, *streams: Any) -> Any:
-        """What `wait` lets copies come after: everything that these streams and the calling
-        thread's own have been given so far. None on a CPU."""
-        if self.device.type != "cuda":
-            return None
-        events = []
-        for stream in (torch.cuda.current_stream(self.device), *streams):
-            event = torch.cuda.Event()
-            event.record(stream)
-            events.append(event)
-        return events
+    def flush(self) -> None:
+        """What this thread has written stands in the blocks for every forward that is begun
+        after the return."""
 
-    def wait(self, events: Any) -> None:
-        """Blocks the calling thread until then."""
-        for event in events or ():
-            event.synchronize()
+    def fence(self) -> None:
+        """Scheduler's thread, when blocks were given to be written: their former owner's last
+        forward may still be under way, and comes before every `write` that follows."""
 
-    @contextlib.contextmanager
-    def _own_stream(self) -> Iterator[None]:
-        if self.device.type != "cuda":
-            yield
-            return
-        stream = torch.cuda.Stream(self.device)
-        with torch.cuda.stream(stream):
-            yield
-        stream.synchronize()
+    def close(self) -> None:
+        """Ends what runs beside the engine; bounded."""
 
 
 def streams_in_use(scheduler: Any) -> list[Any]:
-    """On a GPU, those that a forward which still runs may write the KV memory on."""
+    """On a GPU, those that a forward which still runs may write the KV memory on: SGLang computes
+    on `forward_stream` where it overlaps steps, else on the one that is current, which its loop
+    makes `schedule_stream`."""
     names = ("forward_stream", "schedule_stream")
     found = (getattr(scheduler, name, None) for name in names)
     return [stream for stream in found if stream is not None]
+
+
+def open_pool(scheduler: Any, pages: PageGeometry) -> SlotPool:
+    """Raises ValueError, AttributeError: KV memory that pdctl does not convert."""
+    memory = scheduler.token_to_kv_pool_allocator.get_kvcache()
+    device = memory.k_buffer[0].device
+    if device.type == "cpu":
+        return SlotPool(memory, pages)
+    if device.type != "cuda":
+        raise ValueError(f"it lies on a device of type {device.type}")
+    from pdctl.engines.cuda.stream import SideStream
+    from pdctl.engines.sglang.cuda import CudaSlots
+    from pdctl.engines.sglang.cuda_proof import check
+
+    side = SideStream(device, lambda: streams_in_use(scheduler))
+    slots = CudaSlots(memory, pages, scheduler.req_to_token_pool.req_to_token, side)
+    check(slots, memory, pages)
+    return slots
 
 
 def _blocks(layers: Sequence[torch.Tensor], pages: PageGeometry) -> list[torch.Tensor]:

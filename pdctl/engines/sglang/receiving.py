@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from sglang.srt.disaggregation.base.conn import BaseKVReceiver, KVPoll
@@ -23,11 +23,12 @@ from sglang.srt.disaggregation.base.conn import BaseKVReceiver, KVPoll
 from pdctl.engines.ahead import take_ahead
 from pdctl.engines.interface import Leg
 from pdctl.engines.sglang.exchange import Exchange
+from pdctl.engines.sglang.pool import Part
 from pdctl.engines.sglang.spec import failure_text
 from pdctl.errors import HandoffCancelled, HandoffError, HandoffExpired
 from pdctl.handoff.page import Patterns
 from pdctl.handoff.seam import Incoming
-from pdctl.handoff.sink import Want
+from pdctl.handoff.sink import Piece, Want
 from pdctl.topology.model import PAGE_TOKENS
 from pdctl.trace import monotonic_s
 
@@ -126,8 +127,8 @@ class DecodeLeg(BaseKVReceiver):  # type: ignore[misc]
 
 
 class Landing:
-    """A `PageSink`: all positions of a prompt, from the host's page store as far as that has them,
-    and the prefill replica's first token."""
+    """A `DeviceSink`: all positions of a prompt, from the host's page store as far as that has
+    them, and the prefill replica's first token."""
 
     def __init__(
         self, exchange: Exchange, room: int, token_ids: Sequence[int], salt: str | None
@@ -146,13 +147,10 @@ class Landing:
         self._blocks: list[int] = []
         self._held = 0
         self._row: int | None = None
-        self._free_after: Any = None
 
     def place(self, blocks: list[int], held_tokens: int, row: int | None) -> None:
-        """Scheduler's thread. Blocks that another request has just left may still be written by
-        a forward that runs on a GPU."""
-        exchange = self._exchange
-        self._free_after = exchange.pool.after(*exchange.streams_in_use())
+        """Scheduler's thread."""
+        self._exchange.pool.fence()
         self._blocks, self._held, self._row = blocks, held_tokens, row
         self.placed = True
         self._answered.set()
@@ -170,7 +168,6 @@ class Landing:
             raise HandoffExpired("the decode engine had no free blocks before the deadline")
         if self.left:
             raise HandoffCancelled("the request has ended")
-        self._exchange.pool.wait(self._free_after)
         return Want(tokens=self._tokens, held_tokens=self._taken_ahead(), first_token=True)
 
     def _taken_ahead(self) -> int:
@@ -185,19 +182,33 @@ class Landing:
         )
 
     def _fill(self, pages: Sequence[Patterns], start: int, stop: int) -> None:
-        for page in range(start // PAGE_TOKENS, stop // PAGE_TOKENS):
-            self.write(page, 0, pages[page])
+        try:
+            for page in range(start // PAGE_TOKENS, stop // PAGE_TOKENS):
+                self.write(page, 0, pages[page])
+        finally:
+            # nobody else flushes this thread's pieces, and the loan's memory goes after it
+            self._exchange.pool.flush()
 
     def write(self, page: int, first_layer: int, piece: Patterns) -> None:
-        start = page * PAGE_TOKENS
-        slots = range(min(PAGE_TOKENS, self._tokens - start))
-        block = self._blocks[page - self._held // PAGE_TOKENS]
-        self._exchange.pool.write(block, slots, first_layer, piece)
+        self._exchange.pool.write(*self._place_of(page), first_layer, piece)
+
+    def write_from(self, pieces: Sequence[Piece]) -> Callable[[], bool]:
+        parts = [Part(*self._place_of(piece.page), piece) for piece in pieces]
+        return self._exchange.pool.write_from(parts)
 
     def commit(self, first_token: int | None) -> None:
         assert first_token is not None, "it was asked for"
+        self._exchange.pool.flush()
         self._exchange.fill_row(self._row, self._room, first_token, self._tokens)
         self.committed_at = monotonic_s()
 
     def abort(self, error: HandoffError) -> None:
-        self.error = error
+        try:
+            self._exchange.pool.flush()
+        finally:
+            self.error = error
+
+    def _place_of(self, page: int) -> tuple[int, range]:
+        """The page's block, and its slots that are written."""
+        slots = range(min(PAGE_TOKENS, self._tokens - page * PAGE_TOKENS))
+        return self._blocks[page - self._held // PAGE_TOKENS], slots

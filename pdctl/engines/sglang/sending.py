@@ -3,10 +3,14 @@
     Bootstrapping     until the pages of the whole prompt are reserved
     WaitingForInput   prefill may compute; each chunk goes through `send`
     Transferring      all of it was given to `send`
-    Success, Failed   the receiver has committed; or nothing is read from the blocks any more
+    Success, Failed   the receiver has committed; or nothing more is read from the blocks
 
-Threads: the scheduler's calls everything that SGLang names; the exporter's copies; the
-handoff's own call `_on_reserved` and `_on_settled`.
+On a CPU chunks are copied once SGLang has computed them and says `send`. On a GPU they leave
+layer by layer while they are computed (`stepping.py`): then `send` tells the first token alone.
+
+Threads: the scheduler's calls everything that SGLang names, `span`, `taken` and `broke`; the
+exporter's copies; copies on a GPU call `landed`; the handoff's own call `_on_reserved` and
+`_on_settled`.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.disaggregation.base.conn import BaseKVSender, KVPoll, KVTransferMetric
 
@@ -25,6 +29,9 @@ from pdctl.errors import HandoffError
 from pdctl.handoff.seam import Outgoing
 from pdctl.topology.model import PAGE_TOKENS
 from pdctl.trace import monotonic_s
+
+if TYPE_CHECKING:
+    from pdctl.engines.sglang.cuda import Span
 
 log = logging.getLogger("pdctl.engines.sglang")
 
@@ -48,6 +55,10 @@ class PrefillLeg(BaseKVSender):  # type: ignore[misc]
         self._copying = threading.Lock()
         self._abandoned = False
         self._blocks = self._given = 0
+        self._stepped = 0
+        """Positions that steps have computed, and brought out as far as they are wanted."""
+        self._held = 0
+        """Positions that are in the pages, or will be soon, by way of steps."""
         self._row: int | None = None
 
     def begin(self, leg: Leg, token_ids: Sequence[int]) -> None:
@@ -82,6 +93,10 @@ class PrefillLeg(BaseKVSender):  # type: ignore[misc]
         token = self.kv_mgr.first_token(self._row) if self._given >= self._blocks else None
         if token is not None and self._reserved_at is not None:
             self.kv_mgr.observe("prefill", computed_at - self._reserved_at, self._peer)
+        if self._outbound is not None and self._stepped >= self._stop(self._given):
+            if token is not None:
+                self._outbound.finish(token)
+            return
         self.kv_mgr.exporter.put(lambda: self._export(first, blocks, token, computed_at))
 
     def poll(self) -> int:
@@ -96,7 +111,8 @@ class PrefillLeg(BaseKVSender):  # type: ignore[misc]
 
     def abort(self) -> None:
         """SGLang takes the blocks back when this has returned: it waits for the part of a copy
-        that is under way, and no other begins."""
+        that the exporter has under way, and no other begins. What steps have enqueued on a GPU
+        comes before the next step there."""
         if self._outbound is not None:
             self._outbound.cancel()
         self._abandoned = True
@@ -105,6 +121,39 @@ class PrefillLeg(BaseKVSender):  # type: ignore[misc]
 
     def clear(self) -> None:
         return
+
+    # -- its steps, on a GPU
+
+    def span(self, row: int, positions: int) -> Span | None:
+        """Before a step after which `positions` of the prompt stand in the slots that SGLang's
+        table names in that row: those that are not in the pages yet, or None."""
+        from pdctl.engines.sglang.cuda import Span
+
+        outbound = self._outbound
+        if outbound is None or self._abandoned or positions <= self._held:
+            return None
+        ends = positions == self._tokens
+        stop = positions - 1 if ends and not outbound.begin_last() else positions
+        self._stepped = positions
+        try:
+            return Span(row, self._held, stop, outbound.pages()) if stop > self._held else None
+        except HandoffError as error:
+            log.debug("room=%s nothing more is exported: %s", self._room, error)
+            return None
+
+    def landed(self, span: Span, layers: int) -> None:
+        """Any thread: the span stands in the pages, of the first `layers` layers."""
+        if self._outbound is not None:
+            self._outbound.written(span.stop, layers=layers)
+
+    def taken(self, span: Span) -> None:
+        """Every layer of the span is copied, or will be soon."""
+        self._held = span.stop
+
+    def broke(self, error: BaseException) -> None:
+        """The pages can't be filled."""
+        if self._outbound is not None:
+            self._outbound.fail(HandoffError(f"the prefill engine failed: {error!r}"))
 
     def failure_exception(self) -> None:
         error = self._error or (self._outbound.error if self._outbound is not None else None)
@@ -118,6 +167,10 @@ class PrefillLeg(BaseKVSender):  # type: ignore[misc]
         return
 
     # -- inside
+
+    def _stop(self, blocks: int) -> int:
+        """Positions of the prompt in its first blocks."""
+        return min(blocks * PAGE_TOKENS, self._tokens)
 
     @property
     def _done(self) -> bool:
@@ -145,7 +198,7 @@ class PrefillLeg(BaseKVSender):  # type: ignore[misc]
     def _copy(
         self, outbound: Outgoing, first: int, blocks: list[int], last: bool, computed_at: float
     ) -> None:
-        stop = min((first + len(blocks)) * PAGE_TOKENS, self._tokens)
+        stop = self._stop(first + len(blocks))
         if not last:
             self._read(outbound, first, blocks, stop, computed_at)
             return

@@ -161,9 +161,11 @@ class Sharing:
         whole = False
         try:
             try:
-                self._pool.wait(taken.free_after)
-                for block, page in zip(taken.blocks, loan.pages[first:], strict=False):
-                    self._pool.write(block, range(PAGE_TOKENS), 0, page)
+                try:
+                    for block, page in zip(taken.blocks, loan.pages[first:], strict=False):
+                        self._pool.write(block, range(PAGE_TOKENS), 0, page)
+                finally:
+                    self._pool.flush()
             except BaseException:
                 loan.release()
                 raise

@@ -13,7 +13,7 @@ from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixPara
 from sglang.srt.mem_cache.common import evict_from_tree_cache
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from pdctl.engines.sglang.pool import SlotPool, streams_in_use
+from pdctl.engines.sglang.pool import SlotPool
 from pdctl.topology.model import PAGE_TOKENS
 
 
@@ -43,8 +43,6 @@ class Taken(NamedTuple):
 
     slots: torch.Tensor
     blocks: list[int]
-    free_after: Any
-    """Another request's forward may still write them on a GPU; `SlotPool.wait` takes it."""
 
 
 class Tree:
@@ -78,8 +76,8 @@ class Tree:
         slots = self._allocator.alloc(tokens)
         if slots is None:
             return None
-        free_after = self._pool.after(*streams_in_use(self._scheduler))
-        return Taken(slots, _blocks_of(slots), free_after)
+        self._pool.fence()
+        return Taken(slots, _blocks_of(slots))
 
     def tail_block(self, req: Any, tokens: int) -> int | None:
         """The block of the prompt's last, partial page, which is the request's own; None where

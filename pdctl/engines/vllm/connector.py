@@ -96,9 +96,10 @@ class PdctlConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._blocks = blocks
         found = loaded(config, len(kv_caches), blocks.block_tokens)
         try:
-            session.open(found, blocks.page_memory, blocks.lock)
+            session.open(found, blocks.page_memory, blocks.lock, blocks.device)
         except MemoryError as error:
-            raise LaunchError(str(error), hint="lower handoff.buffer_bytes") from error
+            hint = "lower handoff.buffer_bytes, or engine_config.gpu_memory_utilization"
+            raise LaunchError(str(error), hint=hint) from error
         step_tokens = config.scheduler_config.max_num_batched_tokens
         self._worker = WorkerHalf(session, blocks, step_tokens=step_tokens)
 

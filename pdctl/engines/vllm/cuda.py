@@ -1,66 +1,32 @@
 """vLLM's KV memory on an NVIDIA GPU, and the copies between its blocks and pages.
 
-Copies run on a stream of their own. Out of the blocks, several layers at a time: enqueued inside
-the forward pass once it has enqueued those layers, landed in page-locked pages while it computes
-the next. Into the blocks, piece by piece, as they arrive.
+Copies run on a stream of their own: out of the blocks into page-locked pages while a forward pass
+computes, and into the blocks piece by piece, as they arrive.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pdctl.engines.vllm.cuda_copies import Copies
+from pdctl.engines.cuda import writing
+from pdctl.engines.cuda.kernel import DEVICE_PROGRAMS, PROGRAMS, Copies
+from pdctl.engines.cuda.page_locked import lock_pages, page_locked
+from pdctl.engines.cuda.reading import Reader
+from pdctl.engines.cuda.stream import SideStream
+from pdctl.engines.cuda.writing import Writer
+from pdctl.engines.device import TorchDevice
 from pdctl.engines.vllm.cuda_layout import Backend, layout_of
-from pdctl.engines.vllm.cuda_stream import Landings, Mark, SideStream
 from pdctl.engines.vllm.interface import Span
 from pdctl.engines.vllm.layout import PAGE_DTYPES, in_order
-from pdctl.engines.vllm.page_locked import lock_pages, page_locked
-from pdctl.handoff.page import PATTERN, PageGeometry, Patterns
-from pdctl.handoff.schedule import PIECE_BYTES
-from pdctl.handoff.sink import HELD_PIECES
+from pdctl.handoff.device import Run, address_of_pages
+from pdctl.handoff.page import PageGeometry, Patterns
+from pdctl.handoff.sink import Piece
 from pdctl.topology.model import Dtype
-
-FIRST_BYTES = 1 << 20
-"""The first layers of a step leave once they have as many: a slow link is busy from then on."""
-GROUP_BYTES = 4 << 20
-PIECE_PART_BYTES = PIECE_BYTES // 2
-"""Those after them leave together until they have so many bytes in all, and in each page: a launch
-costs the worker thread 0.1 ms whatever it copies, and each landing is a sweep of pieces over every
-page."""
-BATCH_PIECES = HELD_PIECES // 2
-"""Copied together on the way in, while as many more are received."""
-
-
-@dataclass
-class _Step:
-    """What one step copies. It lives until the last of it has landed: the GPU writes the spans'
-    pages and reads the table."""
-
-    spans: Sequence[Span]
-    table: torch.Tensor
-    first: int = 0
-    """Of the layers that are not enqueued yet."""
-    waiting_bytes: int = 0
-    calls: list[Callable[[], None]] = field(default_factory=list)
-
-
-class _Piece(NamedTuple):
-    rows: NDArray[np.int64]
-    layers: range
-    source: Patterns
-
-
-class _Writing(NamedTuple):
-    mark: Mark
-    kept: object
-    """What the GPU reads until the mark."""
 
 
 class _Places:
@@ -85,17 +51,10 @@ class _Places:
 
 
 class _Thread(threading.local):
-    """One handoff's thread: pieces that have come, and those that are being copied."""
+    """One handoff's thread."""
 
     def __init__(self) -> None:
         self.places = _Places()
-        self.pieces: list[_Piece] = []
-        self.writing: _Writing | None = None
-
-    def wait(self) -> None:
-        if self.writing is not None:
-            self.writing.mark.synchronize()
-            self.writing = None
 
 
 class CudaBlocks:
@@ -126,17 +85,14 @@ class CudaBlocks:
         self.compute_dtype = first.dtype
         self.page_memory = memory
         self.lock = lock
+        self.device = TorchDevice(first.device)
         self.layout = layout_of(backend, self.layers, pages, block_tokens)
         self._backend = backend
         self._pages = pages
-        self._copies = Copies(self.layout, pages, first.dtype, PAGE_DTYPES[Dtype(pages.dtype)])
-        self._device = first.device
-        self._bases = torch.tensor([m.data_ptr() for m in self.layers]).to(first.device)
+        self._copies = self._opened_copies(first)
         self._side = side or SideStream(first.device)
-        self._landings = Landings()
-        self._layer_token_bytes = pages.layer_bytes // pages.page_tokens
-        self._step = _Step((), self._bases)
-        self._last: Mark | None = None
+        self._reader = Reader(self._copies, self._side, pages)
+        self._writer = Writer(self._copies, self._side, memory)
         self._thread = _Thread()
 
     def over(self, caches: Mapping[str, torch.Tensor]) -> CudaBlocks:
@@ -153,41 +109,23 @@ class CudaBlocks:
 
     def close(self) -> None:
         """Bounded: what is under way lands first."""
-        self._landings.close()
+        self._reader.close()
 
     # -- out of the blocks
 
     def begin_step(self, spans: Sequence[Span]) -> None:
-        if self._last is not None:
-            self._side.hold_model(self._last)
-            self._last = None
+        self._reader.hold_model()
         if spans:
             rows = [self._rows(span) for span in spans]
-            self._step = _Step(spans, self._table(np.concatenate(rows, axis=1)))
+            near = all(isinstance(span.pages, Run) for span in spans)
+            self._reader.begin(
+                self._copies.tokens(np.concatenate(rows, axis=1)),
+                spans,
+                programs=DEVICE_PROGRAMS if near else PROGRAMS,
+            )
 
     def gather(self, layer: int, landed: Callable[[], None]) -> None:
-        step = self._step
-        step.calls.append(landed)
-        step.waiting_bytes += step.table.shape[1] * self._layer_token_bytes
-        layers = range(step.first, layer + 1)
-        if not self._leave(layers, step.waiting_bytes):
-            return
-        mark = self._side.after_model(
-            lambda: self._copies.to_pages(self._bases, step.table, layers)
-        )
-        self._landings.add(mark, step.calls, step)
-        self._last, step.first, step.calls, step.waiting_bytes = mark, layer + 1, [], 0
-        if layers.stop == len(self.layers):
-            # the pages are their handoffs' alone once they have landed
-            self._step = _Step((), self._bases)
-
-    def _leave(self, layers: range, waiting_bytes: int) -> bool:
-        if layers.stop == len(self.layers):
-            return True
-        if layers.start == 0:
-            return waiting_bytes >= FIRST_BYTES
-        part_bytes = len(layers) * self._pages.layer_bytes
-        return waiting_bytes >= GROUP_BYTES and part_bytes >= PIECE_PART_BYTES
+        self._reader.gather(layer, landed)
 
     # -- into the blocks
 
@@ -197,46 +135,44 @@ class CudaBlocks:
     def write(
         self, blocks: Sequence[int], start: int, stop: int, first_layer: int, piece: Patterns
     ) -> None:
-        """Several at a time: a launch costs more than it copies."""
-        source = self._locked(piece)
         places = self._thread.places.of(blocks, start, stop, self._places)
-        slot = start % self._pages.page_tokens
-        addresses = source.ctypes.data + (np.arange(stop - start) + slot) * source.strides[2]
-        layers = range(first_layer, first_layer + len(piece))
-        self._thread.pieces.append(_Piece(np.stack([places, addresses]), layers, source))
-        if len(self._thread.pieces) == BATCH_PIECES:
-            self._scatter()
+        self._writer.write(places, start % self._pages.page_tokens, first_layer, piece)
+
+    def write_from(
+        self, blocks: Sequence[int], parts: Sequence[tuple[range, Piece]]
+    ) -> Callable[[], bool]:
+        """One launch for those of the same layers."""
+        pieces = []
+        for at, piece in parts:
+            places = self._thread.places.of(blocks, at.start, at.stop, self._places)
+            slots = np.arange(len(at)) + at.start % self._pages.page_tokens
+            rows = np.stack([places, self._copies.addresses(piece.at.address, slots)])
+            layers = range(piece.first_layer, piece.first_layer + piece.layers)
+            pieces.append(writing.Piece(rows, layers, piece.at))
+        return self._writer.write_from(pieces).query
 
     def flush(self) -> None:
-        if self._thread.pieces:
-            self._scatter()
-        self._thread.wait()
-
-    def _scatter(self) -> None:
-        """Begins what this thread has gathered, and waits for what it had begun before."""
-        thread, alike = self._thread, dict[range, list[NDArray[np.int64]]]()
-        for piece in thread.pieces:
-            alike.setdefault(piece.layers, []).append(piece.rows)
-        tables = {
-            layers: self._table(np.concatenate(rows, axis=1)) for layers, rows in alike.items()
-        }
-
-        def copy() -> None:
-            for layers, table in tables.items():
-                self._copies.from_pages(self._bases, table, layers)
-
-        mark = self._side.run(copy)
-        thread.wait()
-        thread.writing = _Writing(mark, (thread.pieces, tables))
-        thread.pieces = []
+        self._writer.flush()
 
     # -- inside
 
+    def _opened_copies(self, first: torch.Tensor) -> Copies:
+        layout, pages = self.layout, self._pages
+        half_bytes = layout.half_stride * first.element_size()
+        return Copies(
+            [(m.data_ptr(), m.data_ptr() + half_bytes) for m in self.layers],
+            first.device,
+            pages,
+            dtype=first.dtype,
+            page_dtype=PAGE_DTYPES[Dtype(pages.dtype)],
+            head_stride=layout.head_stride,
+            steps=(layout.block_stride, layout.slot_stride, layout.half_stride),
+        )
+
     def _rows(self, span: Span) -> NDArray[np.int64]:
-        """The kernel's table for a span."""
-        at, pages = np.arange(span.start, span.stop), span.pages
-        page, slot = at // self._pages.page_tokens, at % self._pages.page_tokens
-        addresses = pages.ctypes.data + page * pages.strides[0] + slot * pages.strides[3]
+        """A span's places and addresses, as the kernel takes them."""
+        at = np.arange(span.start, span.stop)
+        addresses = self._copies.addresses(address_of_pages(span.pages), at)
         return np.stack([self._places(span.blocks, span.start, span.stop), addresses])
 
     def _places(self, blocks: Sequence[int], start: int, stop: int) -> NDArray[np.int64]:
@@ -247,16 +183,3 @@ class CudaBlocks:
         slots = held[at // self.block_tokens - first] * self.block_tokens + at % self.block_tokens
         found: NDArray[np.int64] = self._copies.places(self.layout.place(slots))
         return found
-
-    def _table(self, rows: NDArray[np.int64]) -> torch.Tensor:
-        """Read by the GPU where it lies: a copy to the device would wait for the model."""
-        table = torch.from_numpy(rows)
-        return table if self._device.type == "cpu" else table.pin_memory()
-
-    def _locked(self, piece: Patterns) -> Patterns:
-        """The piece, in memory that the GPU reads."""
-        if self._device.type == "cpu" or torch.from_numpy(piece.view(np.int16)).is_pinned():
-            return piece
-        copy = self.page_memory(piece.nbytes).view(PATTERN).reshape(piece.shape)
-        copy[:] = piece
-        return copy

@@ -7,13 +7,13 @@ with what the backend wrote.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
+from pdctl.engines.cuda.proof import by_layer, numbers, read_step
 from pdctl.engines.vllm.cuda import CudaBlocks
 from pdctl.engines.vllm.cuda_layout import Backend, like
 from pdctl.engines.vllm.interface import Span
@@ -23,8 +23,6 @@ from pdctl.topology.model import Dtype
 
 SEQUENCE = (2, 0)
 """The blocks of the prompt; the block between them must stay as it is."""
-WAIT_S = 60.0
-"""The kernel is compiled meanwhile."""
 
 
 class Attention(Protocol):
@@ -38,7 +36,7 @@ def check(blocks: CudaBlocks, attention: Attention, pages: PageGeometry) -> None
     """Raises ValueError, naming the layout, where what comes out is not what went in."""
     written, copied = _twin(blocks, attention), _twin(blocks, attention)
     tokens = blocks.block_tokens + blocks.block_tokens // 2 + 1
-    wanted = _numbers(pages, tokens)
+    wanted = numbers(pages, tokens, PAGE_DTYPES[Dtype(pages.dtype)])
     try:
         _write(written, attention, wanted, tokens, pages)
         found = _read(written, tokens, pages)
@@ -67,17 +65,6 @@ def _twin(blocks: CudaBlocks, attention: Attention) -> CudaBlocks:
     return blocks.over(caches)
 
 
-def _numbers(pages: PageGeometry, tokens: int) -> Patterns:
-    """Pages of whole numbers that every dtype holds; slots past the last token are zero."""
-    rng = np.random.default_rng(0)
-    shape = (pages.pages_for(tokens), *pages.shape)
-    numbers = torch.from_numpy(rng.integers(-128, 128, shape).astype(np.float32))
-    numbers[-1, :, :, (tokens - 1) % pages.page_tokens + 1 :] = 0
-    converted = numbers.to(PAGE_DTYPES[Dtype(pages.dtype)])
-    found: Patterns = converted.view(torch.int16).numpy().view(PATTERN)
-    return found
-
-
 def _write(
     blocks: CudaBlocks, attention: Attention, source: Patterns, tokens: int, pages: PageGeometry
 ) -> None:
@@ -85,23 +72,13 @@ def _write(
     at = torch.arange(tokens)
     slots = torch.tensor(SEQUENCE)[at // blocks.block_tokens] * blocks.block_tokens
     slots = (slots + at % blocks.block_tokens).to(blocks.layers[0].device)
-    values = torch.from_numpy(source.view(np.int16)).view(PAGE_DTYPES[Dtype(pages.dtype)])
-    for layer, memory in enumerate(blocks.layers):
-        halves = values[:, layer].to(memory.device, memory.dtype).transpose(0, 1)
-        keys, vals = halves.flatten(1, 2)[:, :tokens].unbind(0)
-        attention.impl.do_kv_cache_update(
-            attention, keys.contiguous(), vals.contiguous(), memory, slots
-        )
+    pairs = by_layer(source, tokens, PAGE_DTYPES[Dtype(pages.dtype)], blocks.layers[0])
+    for memory, (keys, values) in zip(blocks.layers, pairs, strict=True):
+        attention.impl.do_kv_cache_update(attention, keys, values, memory, slots)
 
 
 def _read(blocks: CudaBlocks, tokens: int, pages: PageGeometry) -> Patterns:
     size = pages.pages_for(tokens) * pages.page_bytes
     found = blocks.page_memory(size).view(PATTERN).reshape(-1, *pages.shape)
-    landed = threading.Event()
-    blocks.begin_step([Span(SEQUENCE, 0, tokens, found)])
-    for layer in range(pages.layers):
-        last = layer + 1 == pages.layers
-        blocks.gather(layer, landed.set if last else lambda: None)
-    if not landed.wait(WAIT_S):
-        raise ValueError(f"nothing was copied out of vLLM's blocks within {WAIT_S:g} s")
+    read_step(blocks, Span(SEQUENCE, 0, tokens, found))
     return found

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from pdctl.engines.ahead import take_ahead
 from pdctl.engines.vllm.interface import Blocks
-from pdctl.handoff.arena import Arena
+from pdctl.handoff.arena import Arena, Bytes, arena_of
 from pdctl.handoff.page import PATTERN, PageGeometry, Patterns
 from pdctl.handoff.store.interface import PageStore
 
@@ -21,10 +21,10 @@ class Inlet:
     def __init__(self, store: PageStore, blocks: Blocks, pages: PageGeometry) -> None:
         self._store, self._blocks, self._pages = store, blocks, pages
         self._copying = threading.Lock()
-        self._within_reach: Arena | None = None
+        self._within_reach: Arena[Bytes] | None = None
         if blocks.page_memory is not None:
             size = max(LOAD_BYTES, 2 * pages.page_bytes)
-            self._within_reach = Arena(blocks.page_memory(size))
+            self._within_reach = arena_of(blocks.page_memory(size))
 
     def fill(self, pages: Sequence[Patterns], blocks: Sequence[int], start: int, stop: int) -> None:
         """Positions [start, stop) of a prompt stand in its blocks afterwards.

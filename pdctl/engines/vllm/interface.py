@@ -7,8 +7,11 @@ from typing import Protocol
 
 import msgspec
 
+from pdctl.engines.exports import Memory
 from pdctl.handoff.arena import Bytes
+from pdctl.handoff.device import DeviceMaker, Pages
 from pdctl.handoff.page import Patterns
+from pdctl.handoff.sink import Piece
 
 
 class Span(msgspec.Struct, frozen=True):
@@ -18,24 +21,21 @@ class Span(msgspec.Struct, frozen=True):
     """The sequence's, from position 0 on."""
     start: int
     stop: int
-    pages: Patterns
+    pages: Pages
     """`[pages, layers, 2, page_tokens, kv_heads, head_dim]`: the whole prompt's."""
 
 
-class Blocks(Protocol):
+class Blocks(Memory[Span], Protocol):
     """One engine's KV memory: `layout.py` on a CPU, `cuda.py` on an NVIDIA GPU.
 
-    A step is `begin_step`, then `gather` of each layer, in order. Reading and writing may run
-    on different threads for different blocks; vLLM gives no block to another request before
-    both are over.
+    Reading and writing may run on different threads for different blocks; vLLM gives no block to
+    another request before both are over.
     """
 
     block_tokens: int
 
     @property
-    def names(self) -> Sequence[str]:
-        """Layers, as vLLM calls them, in the model's order."""
-        ...
+    def names(self) -> Sequence[str]: ...
 
     @property
     def page_memory(self) -> Callable[[int], Bytes] | None:
@@ -47,20 +47,9 @@ class Blocks(Protocol):
         """Makes memory of somebody else's what `page_memory` makes, for good; None: any will do."""
         ...
 
-    def begin_step(self, spans: Sequence[Span]) -> None:
-        """Worker thread, before every forward, also where there is nothing to copy: all that one
-        step's copies need but the layer is prepared here. What the forward overwrites has been
-        copied by then (R10)."""
-        ...
-
-    def gather(self, layer: int, landed: Callable[[], None]) -> None:
-        """Copies that layer of the step's spans into their pages. Worker thread, inside the
-        forward: it copies, or enqueues the copy, and returns.
-
-        Args:
-            landed: called once the layer stands in the pages of every span; once, on any
-                thread, in the layers' order.
-        """
+    @property
+    def device(self) -> DeviceMaker:
+        """Makes memory where the blocks themselves lie, for pages that are read from there."""
         ...
 
     def fence(self) -> None:
@@ -78,6 +67,14 @@ class Blocks(Protocol):
             piece: `[layers, 2, page_tokens, kv_heads, head_dim]`, that page's; the memory is
                 another's as `PageSink.write` says.
         """
+        ...
+
+    def write_from(
+        self, blocks: Sequence[int], parts: Sequence[tuple[range, Piece]]
+    ) -> Callable[[], bool]:
+        """As `write`, of pieces in memory that `device` made, each with the positions of its page
+        that are placed. It waits for nothing: `DeviceSink.write_from` says what it returns, and
+        what it means where it raises."""
         ...
 
     def flush(self) -> None:

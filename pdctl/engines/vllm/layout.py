@@ -14,8 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from pdctl.engines.device import TorchDevice, tensor_of
 from pdctl.engines.vllm.interface import Span
 from pdctl.handoff.page import PageGeometry, Patterns
+from pdctl.handoff.sink import Piece
 from pdctl.topology.model import Dtype
 
 PAGE_DTYPES = {Dtype.FLOAT16: torch.float16, Dtype.BFLOAT16: torch.bfloat16}
@@ -57,6 +59,7 @@ class CpuBlocks:
 
     page_memory = None
     lock = None
+    device = TorchDevice(torch.device("cpu"))
 
     def __init__(self, caches: Mapping[str, torch.Tensor], pages: PageGeometry) -> None:
         """Raises ValueError where the memory is not laid out as the module says."""
@@ -99,13 +102,27 @@ class CpuBlocks:
     def write(
         self, blocks: Sequence[int], start: int, stop: int, first_layer: int, piece: Patterns
     ) -> None:
+        source = piece if piece.flags.writeable else piece.copy()
+        tokens = tensor_of(source, self._dtype, source.shape)
+        self._write(blocks, start, stop, first_layer, tokens)
+
+    def write_from(
+        self, blocks: Sequence[int], parts: Sequence[tuple[range, Piece]]
+    ) -> Callable[[], bool]:
+        for at, piece in parts:
+            shape = (piece.layers, *self._pages.shape[1:])
+            tokens = tensor_of(piece.at, self._dtype, shape)
+            self._write(blocks, at.start, at.stop, piece.first_layer, tokens)
+        return lambda: True
+
+    def _write(
+        self, blocks: Sequence[int], start: int, stop: int, first_layer: int, tokens: torch.Tensor
+    ) -> None:
         from vllm import _custom_ops as ops
 
         at = torch.arange(start, stop)
         slots = torch.tensor(blocks)[at // self.block_tokens] * self.block_tokens
         slots = (slots + at % self.block_tokens).to(torch.int64)
-        source = piece if piece.flags.writeable else piece.copy()
-        tokens = torch.from_numpy(source.view(np.int16)).view(self._dtype)
         low = start % self._pages.page_tokens
         tokens = tokens[:, :, low : low + stop - start].to(self.compute_dtype).contiguous()
         for memory, pair in zip(self.layers[first_layer:], tokens, strict=False):
@@ -128,7 +145,7 @@ class CpuBlocks:
             part=slice(skip, skip + len(at)),
             page=at // self._pages.page_tokens,
             slot=at % self._pages.page_tokens,
-            pages=torch.from_numpy(span.pages.view(np.int16)).view(self._dtype),
+            pages=tensor_of(span.pages, self._dtype, (-1, *self._pages.shape)),
         )
 
     def _tokens(self, memory: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

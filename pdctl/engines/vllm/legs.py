@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from pdctl.engines.interface import Leg
@@ -17,7 +17,7 @@ from pdctl.engines.vllm.interface import Blocks, Span
 from pdctl.errors import HandoffCancelled, HandoffError, HandoffExpired
 from pdctl.handoff.page import Patterns
 from pdctl.handoff.seam import Incoming, Outgoing, ReceivingEnd, SendingEnd
-from pdctl.handoff.sink import Want
+from pdctl.handoff.sink import Piece, Want
 from pdctl.topology.model import PAGE_TOKENS
 from pdctl.trace import monotonic_s
 
@@ -122,7 +122,7 @@ class PrefillLeg:
 
 
 class DecodeLeg:
-    """A `PageSink`: fills the first n-1 positions of a request's blocks, from the host's page
+    """A `DeviceSink`: fills the first n-1 positions of a request's blocks, from the host's page
     store as far as that has them.
 
     Given blocks, it ends in exactly one `Desk.loaded`; never given any, in `Desk.failed`.
@@ -196,10 +196,12 @@ class DecodeLeg:
         return Want(tokens=self._positions, held_tokens=self._held)
 
     def write(self, page: int, first_layer: int, piece: Patterns) -> None:
-        start = max(page * PAGE_TOKENS, self._held)
-        stop = min((page + 1) * PAGE_TOKENS, self._positions)
-        if start < stop:
-            self._memory.write(self._blocks, start, stop, first_layer, piece)
+        if at := self._wanted(page):
+            self._memory.write(self._blocks, at.start, at.stop, first_layer, piece)
+
+    def write_from(self, pieces: Sequence[Piece]) -> Callable[[], bool]:
+        parts = [(at, piece) for piece in pieces if (at := self._wanted(piece.page))]
+        return self._memory.write_from(self._blocks, parts) if parts else lambda: True
 
     def commit(self, first_token: int | None) -> None:
         self._memory.flush()
@@ -220,3 +222,9 @@ class DecodeLeg:
                 self._desk.loaded(self._request_id, private)
             elif not placed:
                 self._desk.failed(self._request_id)
+
+    def _wanted(self, page: int) -> range:
+        """The page's positions that are placed."""
+        return range(
+            max(page * PAGE_TOKENS, self._held), min((page + 1) * PAGE_TOKENS, self._positions)
+        )

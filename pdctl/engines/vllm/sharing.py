@@ -24,7 +24,8 @@ from pdctl.engines.copier import Copier
 from pdctl.engines.vllm.inlet import Inlet
 from pdctl.engines.vllm.interface import Blocks, Span
 from pdctl.engines.vllm.steps import Seek
-from pdctl.handoff.arena import Arena
+from pdctl.handoff.arena import arena_of
+from pdctl.handoff.device import host_pages
 from pdctl.handoff.page import PageGeometry, Patterns
 from pdctl.handoff.store.interface import Loan, PageStore
 from pdctl.handoff.store.keys import PromptKeys
@@ -62,7 +63,7 @@ class Sharing:
         self.found, self.loaded = found, loaded
         self.copier = Copier("pdctl-import")
         size = max(SAVE_BYTES, (pages.pages_for(step_tokens) + 2) * pages.page_bytes)
-        self.arena = Arena((blocks.page_memory or _any_memory)(size))
+        self.arena = arena_of((blocks.page_memory or _any_memory)(size))
         self.inlet = Inlet(store, blocks, pages)
 
     def seek(self, seek: Seek) -> Sharer:
@@ -194,9 +195,10 @@ class Saving:
         self._broken = False
 
     def landed(self, span: Span, layers: int) -> None:
-        if layers == span.pages.shape[1] and not self._broken:
-            pages = span.pages[len(span.pages) - (self._stop - self._first) :]
-            self._sharer.publish(self._first, self._stop, pages)
+        pages = host_pages(span.pages)
+        if layers == pages.shape[1] and not self._broken:
+            mine = pages[len(pages) - (self._stop - self._first) :]
+            self._sharer.publish(self._first, self._stop, mine)
 
     def taken(self, span: Span) -> None:
         return

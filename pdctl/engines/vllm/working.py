@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from pdctl.engines.channel import Failed
-from pdctl.engines.vllm.exports import Exports, Taker
+from pdctl.engines.exports import Exports, Taker
 from pdctl.engines.vllm.inlet import Inlet
 from pdctl.engines.vllm.interface import Blocks, Span
 from pdctl.engines.vllm.legs import DecodeLeg, PrefillLeg
@@ -231,7 +231,7 @@ class WorkerHalf:
         if sharer is not None:
             guarded(sharer.finish)
 
-    def _spans(self, exports: Sequence[Export]) -> Iterator[tuple[Taker, Span]]:
+    def _spans(self, exports: Sequence[Export]) -> Iterator[tuple[Taker[Span], Span]]:
         for export in exports:
             sharer = self._sharers.get(export.request_id)
             saving = sharer.saving(export.blocks, export.positions) if sharer else None

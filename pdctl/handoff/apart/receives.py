@@ -24,7 +24,7 @@ from pdctl.handoff.apart.calls import (
     Wanted,
 )
 from pdctl.handoff.apart.shared import SharedMemory
-from pdctl.handoff.arena import Arena, Bytes
+from pdctl.handoff.arena import Bytes, arena_of
 from pdctl.handoff.counters import CounterBoard
 from pdctl.handoff.ending import OnFailed
 from pdctl.handoff.inbound import Inbound
@@ -55,7 +55,7 @@ class Receives:
         self._memory = memory
         self._tell = tell
         self._lock = threading.Lock()
-        self._arena = Arena(memory.bytes)
+        self._arena = arena_of(memory.bytes)
         self._landings: dict[int, Landing] = {}
         self._receiver = open_receiver(
             opening,

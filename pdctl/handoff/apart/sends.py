@@ -24,6 +24,7 @@ from pdctl.handoff.apart.calls import (
 )
 from pdctl.handoff.apart.shared import SharedMemory
 from pdctl.handoff.counters import CounterBoard
+from pdctl.handoff.device import Run
 from pdctl.handoff.ending import OnFailed
 from pdctl.handoff.opening import Opening, open_sender
 from pdctl.handoff.outbound import Outbound
@@ -106,6 +107,7 @@ class Sends:
         except HandoffError as error:
             log.debug("room=%s is over already: %s", outbound.room, error)
             return
+        assert not isinstance(pages, Run), "a data plane of its own has host memory alone"
         self._held[number] = pages
         self._tell(Reserved(number, self._memory.offset_of(pages)))
 

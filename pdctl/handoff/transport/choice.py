@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from pdctl.handoff.device import MemoryKind
 from pdctl.handoff.transport.interface import Transport
 from pdctl.handoff.transport.nixl import NixlReach
 from pdctl.handoff.transport.reach import Reach
@@ -25,7 +26,10 @@ def chosen_transport(certificate: Certificate | None, environ: Mapping[str, str]
 
 
 def chosen_reach(
-    replica: str, transports: Mapping[str, kinds.Transport], data_host: str
+    replica: str,
+    transports: Mapping[str, kinds.Transport],
+    data_host: str,
+    kind: MemoryKind = MemoryKind.HOST,
 ) -> Reach | None:
     """NIXL where any pair of this replica moves its pages that way.
 
@@ -34,4 +38,4 @@ def chosen_reach(
     """
     if kinds.Transport.NIXL not in transports.values():
         return None
-    return NixlReach(replica, one_host=is_loopback(data_host))
+    return NixlReach(replica, one_host=is_loopback(data_host), kind=kind)

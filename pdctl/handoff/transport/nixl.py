@@ -1,7 +1,8 @@
-"""NIXL (UCX) between host memories: in-engine, Linux, imported only where it is asked for.
+"""NIXL (UCX) between memories of one kind, hosts' or devices': in-engine, Linux, imported only
+where it is asked for.
 
-Reads, one per piece: on one host the kernel copies inside `transfer`, 15 GB/s at 512 KiB, and
-lets the interpreter go meanwhile; a request costs 10 µs beside that (bench/nixl_plane.py).
+Reads. Between host memories of one host the kernel copies inside `transfer`, 15 GB/s at 512 KiB,
+and lets the interpreter go meanwhile; a request costs 10 µs beside that (bench/nixl_plane.py).
 """
 
 from __future__ import annotations
@@ -12,16 +13,19 @@ import os
 import secrets
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 from typing import Any
 
+import numpy as np
+
 from pdctl.errors import HandoffError, PeerLost
 from pdctl.handoff.arena import Bytes
+from pdctl.handoff.device import DeviceMemory, MemoryKind, Run
 from pdctl.handoff.transport.progress import resting
-from pdctl.handoff.transport.reach import Where, address_of
+from pdctl.handoff.transport.reach import Row, Where, address_of
 
 log = logging.getLogger("pdctl.handoff")
 
@@ -30,9 +34,10 @@ DISTRIBUTIONS = {"nixl-cu12": "nixl_cu12", "nixl-cu13": "nixl_cu13"}
 SUPPORTED = ("1.5", "2")
 """Oldest version that is supported, and the first that is not."""
 INSTALL = "pip install --no-deps nixl-cu12"
-HOST_MEMORY = "DRAM"
-Row = tuple[int, int, int]
-"""Address, bytes, device."""
+_WORDS = {MemoryKind.HOST: "host memory", MemoryKind.DEVICE: "a device's memory"}
+ENVIRONMENT = {"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "y"}
+"""Between devices: without it UCX reads another process's memory over TCP, at 0.4 GB/s (measured
+on an H200, NIXL 1.5.1)."""
 
 
 def installed() -> tuple[str, str] | None:
@@ -92,6 +97,7 @@ class NixlReach:
             peer never takes one that was restarted for the one before.
         one_host: every peer is on this host: then UCX listens on loopback alone, unless the
             environment says otherwise.
+        kind: of the memory that is exposed and read, at both ends.
 
     Raises:
         HandoffError: NIXL can't be used here.
@@ -99,13 +105,19 @@ class NixlReach:
 
     name = "nixl"
 
-    def __init__(self, replica: str, *, one_host: bool = False) -> None:
+    def __init__(
+        self, replica: str, *, one_host: bool = False, kind: MemoryKind = MemoryKind.HOST
+    ) -> None:
         library = load()
+        self._kind = kind
+        if kind is MemoryKind.DEVICE:
+            for name, value in ENVIRONMENT.items():
+                os.environ.setdefault(name, value)
         if one_host:
             os.environ.setdefault("UCX_NET_DEVICES", "lo")
         logging.getLogger("nixl").setLevel(logging.WARNING)
         self._lock = threading.Lock()
-        self._exposed: list[tuple[Any, Bytes]] = []
+        self._exposed: list[tuple[Any, Bytes | DeviceMemory]] = []
         self._shown: dict[Where, bytes] = {}
         self._peers: dict[bytes, str] = {}
         """Card → agent name, of every peer that NIXL knows."""
@@ -121,25 +133,29 @@ class NixlReach:
         if "UCX" not in self._agent.backends:
             raise HandoffError("NIXL can't start here: it came without UCX")
 
-    def expose(self, memory: Bytes) -> None:
-        row = (memory.ctypes.data, memory.nbytes, 0, "")
+    def expose(self, memory: Bytes | DeviceMemory) -> None:
+        if isinstance(memory, np.ndarray):
+            row = (memory.ctypes.data, memory.nbytes, 0, "")
+        else:
+            row = (memory.address, memory.size, memory.index, "")
         with self._translated("memory can't be registered", HandoffError), self._lock:
-            self._exposed.append((self._agent.register_memory([row], HOST_MEMORY), memory))
+            self._exposed.append((self._agent.register_memory([row], self._kind.value), memory))
 
     def card(self) -> bytes:
         with self._translated("no card", HandoffError), self._lock:
-            return bytes(self._agent.get_agent_metadata())
+            return self._prefix + bytes(self._agent.get_agent_metadata())
 
     def meet(self, where: Where, card: bytes) -> None:
         with self._lock:
+            self._check_kind(where, card)
             before = self._shown.get(where)
             self._shown[where] = card
             if before not in (None, card):
                 self._forget_unused(before)
             self._name_of(card)
 
-    def pull(self, card: bytes, address: int, device: int, into: memoryview) -> NixlPull:
-        here, there = (address_of(into), into.nbytes, 0), (address, into.nbytes, device)
+    def pull(self, card: bytes, there: Sequence[Row], into: memoryview | Run) -> NixlPull:
+        here = _rows_of(into, [row.size for row in there])
         with self._lock:
             name = self._name_of(card)
             handle = self._prepared(card, name, here, there)
@@ -183,13 +199,26 @@ class NixlReach:
 
     # -- with the lock held --------------------------------------------------------------
 
-    def _prepared(self, card: bytes, name: str, here: Row, there: Row) -> Any:
-        agent = self._agent
+    @property
+    def _prefix(self) -> bytes:
+        return f"{self._kind}:".encode()
+
+    def _check_kind(self, where: Where, card: bytes) -> None:
+        other = next((kind for kind in MemoryKind if kind is not self._kind), None)
+        if other is not None and card.startswith(f"{other}:".encode()):
+            raise HandoffError(
+                f"the sender at {where[0]}:{where[1]} keeps pages in {_WORDS[other]}, this replica "
+                f"reads {_WORDS[self._kind]}",
+                hint="name the devices of both replicas in the topology, or of neither",
+            )
+
+    def _prepared(self, card: bytes, name: str, here: Sequence[Row], there: Sequence[Row]) -> Any:
+        agent, kind = self._agent, self._kind.value
         try:
             return agent.initialize_xfer(
                 "READ",
-                agent.get_xfer_descs([here], HOST_MEMORY),
-                agent.get_xfer_descs([there], HOST_MEMORY),
+                agent.get_xfer_descs([tuple(row) for row in here], kind),
+                agent.get_xfer_descs([tuple(row) for row in there], kind),
                 name,
             )
         except Exception as error:
@@ -201,7 +230,7 @@ class NixlReach:
         name = self._peers.get(card)
         if name is None:
             try:
-                said = self._agent.add_remote_agent(card)
+                said = self._agent.add_remote_agent(card.removeprefix(self._prefix))
             except Exception as error:
                 raise PeerLost(f"the sender's NIXL card is refused: {error}") from error
             name = said.decode() if isinstance(said, bytes) else str(said)
@@ -262,6 +291,14 @@ class NixlPull:
             return False
         self._handle = None
         return True
+
+
+def _rows_of(into: memoryview | Run, sizes: Sequence[int]) -> list[Row]:
+    """That memory, cut into rows of these sizes."""
+    start, device = (
+        (into.address, into.memory.index) if isinstance(into, Run) else (address_of(into), 0)
+    )
+    return [Row(start + sum(sizes[:at]), size, device) for at, size in enumerate(sizes)]
 
 
 def _lost(name: str, error: object) -> PeerLost:

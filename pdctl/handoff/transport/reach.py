@@ -10,14 +10,25 @@ used but against what its card says it exposed.
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from pdctl.handoff.arena import Bytes
+from pdctl.handoff.device import DeviceMemory, Run
 
 Where = tuple[str, int]
 """A sender's address, as it is dialled."""
+
+
+class Row(NamedTuple):
+    """A stretch of memory, as its owner counts."""
+
+    address: int
+    size: int
+    """Bytes."""
+    device: int
 
 
 def address_of(memory: memoryview) -> int:
@@ -49,7 +60,7 @@ class Reach(Protocol):
     name: str
     """As `handoff.transport` spells it."""
 
-    def expose(self, memory: Bytes) -> None:
+    def expose(self, memory: Bytes | DeviceMemory) -> None:
         """Lets peers read it, until `close`. Raises HandoffError where that can't be."""
         ...
 
@@ -62,10 +73,10 @@ class Reach(Protocol):
         nothing is read by it. Raises PeerLost for a card that is none."""
         ...
 
-    def pull(self, card: bytes, address: int, device: int, into: memoryview) -> Pull:
-        """Begins to read as many bytes as `into` has; it lies in exposed memory. May return
-        after they have come. Raises PeerLost where the card does not cover those bytes, or its
-        owner is gone."""
+    def pull(self, card: bytes, there: Sequence[Row], into: memoryview | Run) -> Pull:
+        """Begins to read those rows, one behind the other, into as many bytes of exposed memory.
+        May return after they have come. Raises PeerLost where the card does not cover them, or
+        its owner is gone."""
         ...
 
     def close(self) -> None:

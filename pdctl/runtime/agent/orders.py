@@ -113,6 +113,7 @@ class Orders:
             data_port=plan.data_port,
             native=plan.native,
             transports=record.plan.transports(plan.name),
+            device_pages=record.plan.on_device(plan.name),
             handoff=HandoffSettings(
                 timeout_s=handoff.timeout_s,
                 on_failure=handoff.on_failure,

@@ -26,6 +26,8 @@ class Column(msgspec.Struct, frozen=True, kw_only=True):
     prefill_alone: str | None = None
     """Path of the column that shows a pair's prefill engine by itself; None where none does."""
     transport: Transport | None = None
+    on_device: bool = False
+    """As `PairPlan` has it."""
 
     @property
     def is_pair(self) -> bool:
@@ -75,6 +77,8 @@ def required(column: Column, tokens: int, page_bytes: int | None) -> Required:
     pages = -(-imported // PAGE_TOKENS)
     moved = None if page_bytes is None else pages * page_bytes
     if column.transport in (Transport.TCP, Transport.NIXL):
+        if column.on_device:
+            return Required(imported_tokens=imported, host_bytes=0, gpu_bytes=moved)
         return Required(imported_tokens=imported, host_bytes=moved, gpu_bytes=0)
     return Required(imported_tokens=imported, host_bytes=None, gpu_bytes=None)
 
@@ -89,6 +93,7 @@ def _pair(plan: Plan, pair: PairPlan, alone: list[ReplicaPlan]) -> Column:
         baseline=_baseline(decode, alone),
         prefill_alone=_same(prefill, alone),
         transport=pair.transport,
+        on_device=pair.on_device,
     )
 
 

@@ -52,7 +52,12 @@ def diagnose(ground: Ground, warnings: list[Diagnostic]) -> Findings:
     ports: dict[str, tuple[PortFound, ...]] = {}
     try:
         listening = network.listening(ground)
-        plan = derive(topology, busy=network.busy(ground, listening), kept=ground.kept)
+        plan = derive(
+            topology,
+            busy=network.busy(ground, listening),
+            kept=ground.kept,
+            no_nixl=models.no_nixl(),
+        )
     except PdctlError as error:
         found.append(Diagnostic(code="host.ports", summary=error.message, hint=error.hint))
     else:

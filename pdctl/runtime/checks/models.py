@@ -89,6 +89,11 @@ class Models:
         found += judge_native(self._ground.topology, answered)
         return [*found, *judge_reads(self._ground.topology, answered)]
 
+    def no_nixl(self) -> dict[str, str]:
+        """Replica → why NIXL can't be used in its environment; after `probe`."""
+        probes = {name: facts.probe for name, facts in self.known.items() if facts.probe}
+        return {name: p.nixl_problem for name, p in probes.items() if p.nixl_problem}
+
     def fingerprint(self) -> list[Diagnostic]:
         """One fingerprint per directory of each host; then every replica's contract."""
         contents = self._ground.ask("fingerprinting", self._fingerprints, self._places())

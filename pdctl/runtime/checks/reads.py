@@ -12,12 +12,14 @@ from pdctl.topology.plan import pairs
 
 
 def judge_reads(topology: Topology, probes: Mapping[str, Probe]) -> Iterator[Diagnostic]:
-    """Every replica of a NIXL pair whose environment can't do it.
+    """Every replica of a pair for which the file asks for NIXL, and whose environment can't do it.
 
     Args:
         probes: replica → what its environment answered; without those that did not.
     """
-    named = [p for p in pairs(topology) if p.transport is Transport.NIXL]
+    if topology.handoff.transport is not Transport.NIXL:
+        return
+    named = pairs(topology)
     for name in dict.fromkeys(end for pair in named for end in (pair.prefill, pair.decode)):
         probe = probes.get(name)
         if probe is not None and probe.nixl_problem:

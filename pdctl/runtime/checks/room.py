@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from pdctl.engines.registry import spec_for
+from pdctl.handoff.slots import DEVICE_SLOT_BYTES, DEVICE_SLOTS
 from pdctl.runtime.checks.machines import Seen
 from pdctl.runtime.checks.outcome import ModelFacts
 from pdctl.topology.diagnostics import Diagnostic, Severity
@@ -31,10 +32,11 @@ def check_room(
     kept_stores = kept.stores if kept else ()
     starting = [r for r in plan.replicas if (r.name, r.host) not in running]
     needs = {r.name: _need(r, models.get(r.name)) for r in starting}
+    on_devices = {r.name: needs[r.name] + _handed_over(r, plan) for r in starting}
     found: list[Diagnostic] = []
     for names in _machines(seen):
         here = [r for r in starting if r.host in names]
-        found += _devices(names, here, needs, seen[names[0]])
+        found += _devices(names, here, on_devices, seen[names[0]])
         need = sum(_on_host(r, needs[r.name], plan, seen[names[0]]) for r in here)
         need += sum(s.buffer_bytes for s in plan.stores if s.host in names and s not in kept_stores)
         free = seen[names[0]].facts.memory_free_bytes
@@ -61,7 +63,17 @@ def _need(replica: ReplicaPlan, facts: ModelFacts | None) -> int:
 
 def _budget(replica: ReplicaPlan, plan: Plan) -> int:
     """Host pages in flight, which a prefill replica holds besides."""
-    return (plan.buffer_bytes or 0) if replica.role is Role.PREFILL else 0
+    own = [pair for pair in plan.pairs if pair.prefill == replica.name]
+    return (plan.buffer_bytes or 0) if any(not pair.on_device for pair in own) else 0
+
+
+def _handed_over(replica: ReplicaPlan, plan: Plan) -> int:
+    """Pages in flight on its device: sent from there, or read into it."""
+    if not plan.on_device(replica.name):
+        return 0
+    if replica.role is Role.PREFILL:
+        return plan.buffer_bytes or 0
+    return DEVICE_SLOTS * DEVICE_SLOT_BYTES
 
 
 def _device(replica: ReplicaPlan, seen: Seen) -> int | None:

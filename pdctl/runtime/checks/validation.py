@@ -121,7 +121,7 @@ def examine(ground: Ground, found: list[Diagnostic]) -> Validation:
             problems += rules.check_buffer(topology, contract)
         try:
             busy = network.busy(ground, network.listening(ground))
-            plan = derive(topology, contract, busy=busy, kept=ground.kept)
+            plan = derive(topology, contract, busy=busy, kept=ground.kept, no_nixl=models.no_nixl())
         except PdctlError as error:
             problems.append(Diagnostic(code="host.ports", summary=error.message, hint=error.hint))
         else:

@@ -63,7 +63,7 @@ class Tree:
         if len(self.free) < pages:
             return None
         blocks, self.free = self.free[:pages], self.free[pages:]
-        return SimpleNamespace(blocks=blocks, free_after="before")
+        return SimpleNamespace(blocks=blocks)
 
     def give_back(self, taken: Any) -> None:
         self.free += taken.blocks
@@ -80,11 +80,11 @@ class Pool:
     def __init__(self, seed: int) -> None:
         shape = (BLOCKS, *GEOMETRY.shape)
         self.cells = np.random.default_rng(seed).integers(1, 9999, shape).astype(np.uint16)
-        self.waited: list[Any] = []
+        self.flushed = 0
         self.breaks = False
 
-    def wait(self, events: Any) -> None:
-        self.waited.append(events)
+    def flush(self) -> None:
+        self.flushed += 1
 
     def read(self, blocks: Sequence[int], first: int, last_slots: int, into: Patterns) -> None:
         if self.breaks:

@@ -4,116 +4,45 @@ by an environment that has SGLang."""
 from __future__ import annotations
 
 import threading
-import time
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
-from handoff.ends import WAIT_S, Ends
-from handoff.store.stores import CONTRACT, clients, host
-
-from pdctl.engines.interface import Leg
-from pdctl.handoff.page import PageGeometry
-from pdctl.handoff.store.interface import PageStore
-from pdctl.handoff.transport.tcp import TcpTransport
-from pdctl.topology.contract import Attention
 
 torch: Any = pytest.importorskip("torch")
-with warnings.catch_warnings():
-    # of SGLang's own imports
-    warnings.simplefilter("ignore")
-    pytest.importorskip("sglang")
-    from sglang.srt.disaggregation.base.conn import KVPoll
-    from sglang.srt.disaggregation.utils import MetadataBuffers
+pytest.importorskip("sglang")
 
-    from pdctl.engines.sglang import sending as prefill_side
-    from pdctl.engines.sglang.exchange import Exchange
-    from pdctl.engines.sglang.pool import SlotPool
-    from pdctl.engines.sglang.receiving import DecodeLeg
-    from pdctl.engines.sglang.sending import PrefillLeg
+from engines.sglang.pairs import (  # noqa: E402
+    DIM,
+    HEADS,
+    LAYERS,
+    TOKEN,
+    Pair,
+    eventually,
+    until,
+)
+from handoff.ends import WAIT_S  # noqa: E402
+from handoff.store.stores import CONTRACT, clients, host  # noqa: E402
+from sglang.srt.disaggregation.base.conn import KVPoll  # noqa: E402
 
-LAYERS, HEADS, DIM, BLOCKS, TOKEN = 2, 2, 8, 8, 41
+from pdctl.engines.interface import Leg  # noqa: E402
+from pdctl.engines.sglang import sending as prefill_side  # noqa: E402
+from pdctl.engines.sglang.pool import SlotPool  # noqa: E402
+from pdctl.engines.sglang.sending import PrefillLeg  # noqa: E402
+from pdctl.topology.contract import Attention  # noqa: E402
+
 ONES = 0x3C00
 """1 as a half-precision float."""
-GEOMETRY = PageGeometry(layers=LAYERS, kv_heads=HEADS, head_dim=DIM)
 
 
-class Side:
-    """One engine's memory and its exchange."""
-
-    def __init__(self, ends: Ends, seed: int, store: PageStore | None = None) -> None:
-        torch.manual_seed(seed)
-        layers = [torch.randn(BLOCKS * 64, HEADS, DIM).half() for _ in range(2 * LAYERS)]
-        self.keys, self.values = layers[:LAYERS], layers[LAYERS:]
-        self.rows = MetadataBuffers(4, 16, torch.float32, 8)
-        self.failed: list[Any] = []
-        memory = SimpleNamespace(k_buffer=self.keys, v_buffer=self.values, page_size=64)
-        session = SimpleNamespace(
-            sender=ends.sender,
-            receiver=ends.receiver,
-            board=ends.sent,
-            report=self.failed.append,
-            replica="r0",
-            store=store,
-        )
-        self.exchange = Exchange(None, None, None)
-        scheduler = SimpleNamespace(disagg_metadata_buffers=self.rows)
-        self.exchange.join(session, SlotPool(memory, GEOMETRY), scheduler)
-
-    def tokens(self, blocks: list[int], count: int) -> Any:
-        slots = torch.cat([torch.arange(64 * b, 64 * b + 64) for b in blocks])[:count]
-        return torch.stack([layer[slots] for layer in (*self.keys, *self.values)])
-
-
-class Pair:
-    def __init__(self, store: PageStore | None = None) -> None:
-        self.ends = Ends(TcpTransport(), GEOMETRY)
-        self.p, self.d = Side(self.ends, 1), Side(self.ends, 2, store)
-
-    def leg(self) -> Leg:
-        found = self.ends.leg()
-        return Leg(
-            room=found.room,
-            ticket=found.ticket,
-            prefill="p0",
-            decode="d0",
-            sender=found.sender,
-            timeout_s=30.0,
-        )
-
-    def begin(self, tokens: int, salt: str | None = None) -> tuple[PrefillLeg, DecodeLeg]:
-        leg, ids = self.leg(), list(range(tokens))
-        sending = PrefillLeg(self.p.exchange, "p0:1", leg.room, dest_tp_ranks=[0], pp_rank=0)
-        receiving = DecodeLeg(self.d.exchange, "p0:1", leg.room)
-        receiving.begin(leg, ids, salt)
-        sending.begin(leg, ids)
-        return sending, receiving
-
-    def close(self) -> None:
-        self.ends.close()
-
-
-@pytest.fixture
-def pair() -> Iterator[Pair]:
-    made = Pair()
+@pytest.fixture(params=["cpu", "cuda", "cpu device"])
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    made = Pair(cuda=request.param == "cuda", device=request.param == "cpu device")
     yield made
     made.close()
-
-
-def eventually(leg: PrefillLeg | DecodeLeg, state: int) -> None:
-    until(lambda: leg.poll() == state)
-
-
-def until(holds: Callable[[], bool]) -> None:
-    end = time.monotonic() + WAIT_S
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.001)
 
 
 @pytest.mark.parametrize("tokens", [1, 63, 64, 65, 128, 129, 193, 300])
@@ -155,8 +84,9 @@ def test_blocks_that_decode_holds_are_neither_sent_nor_touched(pair: Pair) -> No
         assert torch.equal(layer[5 * 64 + 8 :], old[5 * 64 + 8 :])
 
 
+@pytest.mark.parametrize("cuda", [False, True])
 @pytest.mark.parametrize("held", [0, 64])
-def test_full_pages_of_decodes_store_are_not_sent(tmp_path: Path, held: int) -> None:
+def test_full_pages_of_decodes_store_are_not_sent(tmp_path: Path, held: int, cuda: bool) -> None:
     """They are placed in its blocks, after what its own cache holds; prefill sends the rest."""
     attention = Attention(kind="full", layers=LAYERS, kv_heads=HEADS, head_dim=DIM)
     contract = msgspec.structs.replace(CONTRACT, attention=attention)
@@ -165,7 +95,7 @@ def test_full_pages_of_decodes_store_are_not_sent(tmp_path: Path, held: int) -> 
         (client,) = stack.enter_context(clients(store.path, 1, contract))
         prompt = client.store.prompt(range(200))
         assert client.store.publish(prompt.pages, lambda _, page: page.fill(ONES)) == 3
-        pair = Pair(client.store)
+        pair = Pair(cuda=cuda, device=False, store=client.store)
         stack.callback(pair.close)
         sending, receiving = pair.begin(200, salt="")
         eventually(receiving, KVPoll.WaitingForInput)
@@ -200,11 +130,16 @@ class Held:
         assert self.go.wait(WAIT_S)
         self.pool.write(*arguments)
 
-    def after(self, *streams: Any) -> None:
+    def write_from(self, *arguments: Any) -> Any:
+        self.begun.set()
+        assert self.go.wait(WAIT_S)
+        return self.pool.write_from(*arguments)
+
+    def fence(self) -> None:
         return
 
-    def wait(self, events: Any) -> None:
-        return
+    def flush(self) -> None:
+        self.pool.flush()
 
 
 def test_an_abort_of_prefill_waits_for_the_copy_under_way_and_no_other_begins(pair: Pair) -> None:
@@ -239,6 +174,7 @@ def test_decode_says_failed_only_when_nothing_is_written_any_more(pair: Pair) ->
     sending.send([0, 1])
     assert held.begun.wait(WAIT_S)
     receiving.abort()
+    until(lambda: receiving._inbound.error is not None)
     assert receiving.poll() == KVPoll.Transferring
     held.go.set()
     eventually(receiving, KVPoll.Failed)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -46,7 +45,7 @@ def test_what_one_replica_computes_another_finds_in_its_tree(sides: tuple[Side, 
     assert b.sharing.look() == [second]
     assert b.ready(second) == 3
     assert np.array_equal(b.pages(second), a.pages(first))
-    assert b.pool.waited == ["before"]
+    assert b.pool.flushed == 1
     assert (a.tree.locks, b.tree.locks, b.sharing.moving) == ([], [], 0)
     assert b.client.board.read().reused_tokens == 192
 
@@ -179,11 +178,11 @@ def test_a_store_that_dies_under_a_loan_is_a_miss(
     computed(a)
     a.stored(4)
 
-    def dies(events: Any) -> None:
+    def dies() -> None:
         store.close()
         b.client.connect(wanted=False)
 
-    monkeypatch.setattr(b.pool, "wait", dies)
+    monkeypatch.setattr(b.pool, "flush", dies)
     assert b.ready(b.come()) == 0
     assert (b.tree.locks, len(b.tree.free)) == ([], BLOCKS)
 

@@ -7,7 +7,7 @@ interpreter, on tensors and page memory of the CPU.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,8 @@ if not ON_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton")
 
+from engines.cuda_sides import Inline  # noqa: E402
+
 from pdctl.engines.vllm import cuda  # noqa: E402
 from pdctl.engines.vllm.interface import Span  # noqa: E402
 from pdctl.handoff.page import PATTERN, PageGeometry, Patterns  # noqa: E402
@@ -27,26 +29,6 @@ DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 PAGES = PageGeometry(layers=3, kv_heads=3, head_dim=64)
 SEQUENCES = {16: 24, 32: 12, 64: 6, 128: 3}
 """Blocks of the engine, by their size."""
-
-
-class Inline:
-    """A side stream whose work is done when it is given."""
-
-    def after_model(self, work: Callable[[], None]) -> Inline:
-        return self.run(work)
-
-    def run(self, work: Callable[[], None]) -> Inline:
-        work()
-        return self
-
-    def synchronize(self) -> None:
-        return
-
-    def hold_side(self) -> None:
-        return
-
-    def hold_model(self, mark: Inline) -> None:
-        return
 
 
 class Backend:

@@ -19,14 +19,15 @@ from engines.vllm.cuda_engine import (  # noqa: E402
     expected,
 )
 
-from pdctl.engines.vllm import cuda, cuda_copies  # noqa: E402
+from pdctl.engines.cuda import reading  # noqa: E402
+from pdctl.engines.cuda.kernel import Copies  # noqa: E402
 from pdctl.engines.vllm.interface import Span  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
 def _small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("FIRST_BYTES", "GROUP_BYTES", "PIECE_PART_BYTES"):
-        monkeypatch.setattr(cuda, name, 1)
+        monkeypatch.setattr(reading, name, 1)
 
 
 @pytest.mark.parametrize(("form", "order", "size"), FORMS_AND_SIZES)
@@ -116,18 +117,18 @@ def test_layers_land_in_groups_and_in_order(
 ) -> None:
     """Layers leave together until they are worth a launch and fill their pieces; the first leave
     early, and all of them are told."""
-    monkeypatch.setattr(cuda, "FIRST_BYTES", first)
-    monkeypatch.setattr(cuda, "GROUP_BYTES", group)
-    monkeypatch.setattr(cuda, "PIECE_PART_BYTES", part)
+    monkeypatch.setattr(reading, "FIRST_BYTES", first)
+    monkeypatch.setattr(reading, "GROUP_BYTES", group)
+    monkeypatch.setattr(reading, "PIECE_PART_BYTES", part)
     engine = Engine()
     seen: list[int] = []
-    to_pages = cuda_copies.Copies.to_pages
+    to_pages = Copies.to_pages
 
-    def counted(self: Any, bases: Any, table: Any, layers: range) -> None:
+    def counted(self: Copies, tokens: Any, layers: range, **more: Any) -> None:
         seen.append(len(layers))
-        to_pages(self, bases, table, layers)
+        to_pages(self, tokens, layers, **more)
 
-    monkeypatch.setattr(cuda_copies.Copies, "to_pages", counted)
+    monkeypatch.setattr(Copies, "to_pages", counted)
     pages = engine.empty_pages(65)
     assert engine.read(Span([1, 2], 0, 65, pages)) == [0, 1, 2]
     assert seen == launched

@@ -1,4 +1,5 @@
-"""A handoff into blocks on a GPU, over TCP, whose copies run beside what is received."""
+"""A handoff into blocks on a GPU, whose copies run beside what is received: over TCP through host
+memory, and through NIXL from device to device."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,10 +17,13 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+import torch
+from engines.cuda_sides import Late
 from engines.vllm.cuda_engine import ON_GPU, PAGES, Engine
 
+from pdctl.engines.device import tensor_of
 from pdctl.engines.interface import Leg
-from pdctl.handoff import schedule
+from pdctl.handoff import budgets, schedule
 from pdctl.handoff.apart.receiving import ApartReceiver
 from pdctl.handoff.apart.sending import ApartSender
 from pdctl.handoff.counters import CounterBoard
@@ -27,41 +31,15 @@ from pdctl.handoff.identity import Identity
 from pdctl.handoff.opening import Opening, open_receiver, open_sender
 from pdctl.handoff.page import Patterns
 from pdctl.handoff.seam import Incoming, Outgoing, ReceivingEnd, SendingEnd
-from pdctl.handoff.sink import Want
+from pdctl.handoff.sink import Piece, Want
 from pdctl.handoff.ticket import mint
+from pdctl.handoff.transport.nixl import installed
+from pdctl.topology.model import Transport
 
 KEY, DIGEST = bytes(32), "d" * 64
 WAIT_S = 60.0
 
-
-class Late:
-    """A side stream whose work is done as late as it may be: when its mark is waited for, or that
-    of work given after it."""
-
-    def __init__(self) -> None:
-        self.waiting: list[Callable[[], None]] = []
-
-    def after_model(self, work: Callable[[], None]) -> LateMark:
-        return self.run(work)
-
-    def run(self, work: Callable[[], None]) -> LateMark:
-        self.waiting.append(work)
-        return LateMark(self, work)
-
-    def hold_side(self) -> None:
-        return
-
-    def hold_model(self, mark: LateMark) -> None:
-        return
-
-
-class LateMark:
-    def __init__(self, side: Late, work: Callable[[], None]) -> None:
-        self._side, self._work = side, work
-
-    def synchronize(self) -> None:
-        while self._work in self._side.waiting:
-            self._side.waiting.pop(0)()
+needs_nixl = pytest.mark.skipif(installed() is None, reason="needs nixl in this environment")
 
 
 class Sink:
@@ -78,6 +56,13 @@ class Sink:
         stop = min((page + 1) * 64, self._tokens)
         self._engine.blocks.write(self._blocks, page * 64, stop, first_layer, piece)
 
+    def write_from(self, pieces: Sequence[Piece]) -> Callable[[], bool]:
+        parts = [
+            (range(piece.page * 64, min((piece.page + 1) * 64, self._tokens)), piece)
+            for piece in pieces
+        ]
+        return self._engine.blocks.write_from(self._blocks, parts)
+
     def commit(self, first_token: int | None) -> None:
         self._engine.blocks.flush()
 
@@ -85,20 +70,23 @@ class Sink:
         self.error = error
 
 
-@pytest.mark.parametrize("place", ["inside", "apart"])
+@pytest.mark.parametrize("place", ["inside", "apart", pytest.param("device", marks=needs_nixl)])
 def test_a_late_copy_still_finds_the_pieces_that_came(
     monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     """R10: a piece's memory is received into again only once the copy out of it is over, also in
     the next handoff on the same connection. On a GPU, as late as that is."""
     monkeypatch.setattr(schedule, "PIECE_BYTES", 1)
+    monkeypatch.setattr(budgets, "DEVICE_PIECE_BYTES", 1)
     engine = Engine(size=64, side=Late())
     tokens, blocks = 5 * 64 + 7, [4, 0, 3, 1, 5, 2]
     with ends(engine, place) as (sender, receiver):
         for turn in range(50 if ON_GPU else 2):
             outbound, inbound = handed_over(sender, receiver, tokens, Sink(engine, blocks, tokens))
-            sent = outbound.pages()
-            sent[:] = np.random.default_rng(turn).integers(0, 1 << 15, sent.shape)
+            shape = (PAGES.pages_for(tokens), *PAGES.shape)
+            sent = np.random.default_rng(turn).integers(0, 1 << 15, shape).astype(np.uint16)
+            into = tensor_of(outbound.pages(), torch.int16, shape)
+            into.copy_(torch.from_numpy(sent.view(np.int16)))
             outbound.written(tokens)
             outbound.finish(0)
             assert inbound.settled.wait(WAIT_S)
@@ -110,7 +98,7 @@ def test_a_late_copy_still_finds_the_pieces_that_came(
 
 @contextmanager
 def ends(engine: Engine, place: str) -> Iterator[tuple[SendingEnd, ReceivingEnd]]:
-    """In this process, or in processes of their own."""
+    """In this process, or in processes of their own; in this one with pages on the device."""
 
     def report(room: int, cause: str, detail: str) -> None:
         raise AssertionError((room, cause, detail))
@@ -122,6 +110,8 @@ def ends(engine: Engine, place: str) -> Iterator[tuple[SendingEnd, ReceivingEnd]
             sends=name == "p0",
             timeout_s=WAIT_S,
             buffer_bytes=64 * PAGES.page_bytes,
+            transports=dict.fromkeys(("p0", "d0"), Transport.NIXL) if place == "device" else {},
+            on_device=place == "device",
         )
         for name in ("p0", "d0")
     )
@@ -138,8 +128,9 @@ def ends(engine: Engine, place: str) -> Iterator[tuple[SendingEnd, ReceivingEnd]
     else:
         given = (os.environ, CounterBoard(), report)
         memory = engine.blocks.page_memory
-        sender = open_sender(sending, *given, memory=memory)
-        receiver = open_receiver(receiving, *given, memory=memory)
+        more = {"memory": memory, "device": engine.blocks.device}
+        sender = open_sender(sending, *given, **more)
+        receiver = open_receiver(receiving, *given, **more)
     sender.port = sender.start()
     receiver.start()
     yield sender, receiver

@@ -15,12 +15,13 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+from engines.cuda_sides import Late
 from engines.vllm.cuda_engine import PAGES, Engine
-from engines.vllm.test_cuda_handoff import WAIT_S, Late
+from engines.vllm.test_cuda_handoff import WAIT_S
 from handoff.store.stores import CONTRACT
 
+from pdctl.engines.exports import Exports
 from pdctl.engines.vllm import inlet
-from pdctl.engines.vllm.exports import Exports
 from pdctl.engines.vllm.sharing import Sharing
 from pdctl.engines.vllm.steps import Seek
 from pdctl.handoff.counters import CounterBoard

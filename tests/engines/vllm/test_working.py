@@ -282,5 +282,5 @@ def test_a_released_room_gives_its_pages_back(sides: tuple[Side, Side, Leg]) -> 
     p.step(release=[leg.room + 1])
     assert p.session.board.read().buffer_bytes_used > 0
     p.step(release=[leg.room])
-    p.until(lambda: p.session.board.read().buffer_bytes_used == 0)
-    assert p.session.board.read().handoffs_cancelled == 1
+    p.until(lambda: p.session.board.read().handoffs_cancelled == 1)
+    assert p.session.board.read().buffer_bytes_used == 0

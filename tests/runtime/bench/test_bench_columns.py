@@ -80,6 +80,17 @@ def test_an_engine_s_own_handoff_takes_the_whole_prompt_in_its_own_blocks(engine
     assert (need.imported_tokens, need.host_bytes, need.gpu_bytes) == (65, None, None)
 
 
+def test_pages_between_devices_must_be_the_gpus_bytes_alone() -> None:
+    """S4, S7, S9: a byte through the host is a mark on the cell."""
+    between = plan()
+    pairs = tuple(
+        msgspec.structs.replace(p, transport=Transport.NIXL, on_device=True) for p in between.pairs
+    )
+    pair = columns(msgspec.structs.replace(between, pairs=pairs))[-1]
+    need = required(pair, 129, PAGE_BYTES)
+    assert (need.host_bytes, need.gpu_bytes) == (0, 2 * PAGE_BYTES)
+
+
 def test_an_engine_alone_must_import_nothing() -> None:
     need = required(columns(plan())[0], 65, PAGE_BYTES)
     assert (need.imported_tokens, need.host_bytes, need.gpu_bytes) == (0, 0, 0)

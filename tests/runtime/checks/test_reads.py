@@ -6,7 +6,7 @@ from importlib.metadata import PackageNotFoundError
 
 import msgspec
 import pytest
-from topology.test_nixl import between
+from topology.test_nixl import between, with_devices
 from topology.texts import ORDINARY
 
 from pdctl.engines.interface import Probe
@@ -32,6 +32,8 @@ def test_a_replica_whose_environment_lacks_nixl_is_refused_by_name() -> None:
     assert judged(text, p0=UNFIT, d0=UNFIT) == [("host.nixl", "p0"), ("host.nixl", "d0")]
     assert judged(text, d0=FIT) == []
     assert judged(text.replace('"nixl"', '"tcp"'), p0=UNFIT, d0=UNFIT) == []
+    devices = with_devices(text.replace('"nixl"', '"auto"'), "p0", "d0")
+    assert judged(devices, p0=UNFIT, d0=UNFIT) == []
 
 
 @pytest.mark.parametrize(

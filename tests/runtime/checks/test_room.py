@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from topology.test_nixl import auto
 from topology.texts import GOOD
 
 from pdctl.runtime.checks import room
@@ -63,3 +64,21 @@ def test_replicas_of_one_device_share_its_memory(monkeypatch: pytest.MonkeyPatch
     replicas = (apart.replicas[0], msgspec.structs.replace(apart.replicas[1], declared=second))
     apart = msgspec.structs.replace(apart, replicas=replicas)
     assert room.check_room(apart, {}, seen(5 * GIB, 5 * GIB)) == []
+
+
+def test_pages_on_their_way_count_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two devices: a prefill replica's budget on its device, not in the host's memory, and
+    what a decode replica reads into."""
+    topology, _ = loads(auto("vllm", "vllm", "p0", "d0"))
+    assert topology is not None
+    plan = msgspec.structs.replace(derive(topology), buffer_bytes=3 * GIB)
+    monkeypatch.setattr(room, "_need", lambda replica, facts: GIB)
+    here = seen(5 * GIB)
+    assert room.check_room(plan, {}, seen(6 * GIB)) == []
+    (told,) = room.check_room(plan, {}, here)
+    assert "need about 5.1 GiB of memory of device 0" in told.summary
+    assert room._budget(plan.replica("p0"), plan) == 0
+    over_tcp = tuple(msgspec.structs.replace(p, on_device=False) for p in plan.pairs)
+    plan = msgspec.structs.replace(plan, pairs=over_tcp)
+    assert room.check_room(plan, {}, here) == []
+    assert room._budget(plan.replica("p0"), plan) == 3 * GIB

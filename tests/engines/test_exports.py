@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from pdctl.engines.vllm.exports import LATE, Exports
+from pdctl.engines.exports import LATE, Exports
 from pdctl.engines.vllm.interface import Span
 from pdctl.handoff.page import PageGeometry
 

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-log = logging.getLogger("pdctl.engines.vllm")
+log = logging.getLogger("pdctl.engines.cuda")
 
 CLOSE_S = 5.0
 
@@ -22,16 +22,31 @@ class Mark(Protocol):
         """Returns once everything before it is done."""
         ...
 
+    def query(self) -> bool:
+        """Whether it is, without waiting."""
+        ...
+
 
 class SideStream:
     """Work beside the model's. No call waits for the GPU but `Mark.synchronize`.
 
-    `after_model`, `hold_model` and `hold_side` are the worker thread's, whose current stream is
-    the model's; `run` is any thread's.
+    `after_model`, `hold_model` and `hold_side` are the engine's thread's; `run` is any thread's.
+
+    Args:
+        streams: those that the model may run on, beside the one that is current where the
+            engine's thread calls.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        streams: Callable[[], Sequence[torch.cuda.Stream]] = lambda: (),
+    ) -> None:
         self._side = torch.cuda.Stream(device)
+        self._streams = streams
+        while self._side in streams():
+            # torch gives out the same few in turn
+            self._side = torch.cuda.Stream(device)
 
     def after_model(self, work: Callable[[], None]) -> Mark:
         """Does `work` once everything that the model has enqueued so far is done."""
@@ -49,11 +64,17 @@ class SideStream:
 
     def hold_side(self) -> None:
         """What is given from now on waits for what the model has enqueued so far."""
-        self._side.wait_stream(torch.cuda.current_stream(self._side.device))
+        for stream in self._model():
+            self._side.wait_stream(stream)
 
     def hold_model(self, mark: Mark) -> None:
         """What the model enqueues from now on waits for the mark."""
-        torch.cuda.current_stream(self._side.device).wait_event(mark)
+        for stream in self._model():
+            stream.wait_event(mark)
+
+    def _model(self) -> Sequence[torch.cuda.Stream]:
+        current = torch.cuda.current_stream(self._side.device)
+        return [current, *(stream for stream in self._streams() if stream != current)]
 
 
 class Landing(NamedTuple):
@@ -87,5 +108,5 @@ class Landings:
                     call()
             # this thread's boundary: a broken device ends the engine, a callback its handoff
             except Exception:
-                log.exception("copies out of the blocks have not landed")
+                log.exception("copies out of the engine's memory have not landed")
             del given

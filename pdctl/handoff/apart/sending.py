@@ -189,7 +189,7 @@ class ApartOutbound:
         self._lock = threading.Lock()
         self._pages: Patterns | None = None
         self._granted: int | None = None
-        self._ending = False
+        self._ending = self._begun = False
 
     # -- the engine
 
@@ -247,13 +247,17 @@ class ApartOutbound:
         with self._lock:
             if self._ending:
                 return
-            self._pages = pages
+            self._pages, self._begun = pages, True
         guarded(lambda: self._on_reserved(self))
 
     def settle(self, error: HandoffError | None, *, done: bool) -> None:
         with self._lock:
+            # a receiver that lacks nothing may be done before this process hears of pages
+            unheard = done and not (self._ending or self._begun)
             self._ending = True
             self._pages = None
             self.error, self.done = error, done
         self.settled.set()
+        if unheard:
+            guarded(lambda: self._on_reserved(self))
         guarded(lambda: self._on_settled(self))

@@ -22,7 +22,7 @@ from pdctl.errors import (
     TicketRejected,
 )
 from pdctl.handoff.apart.receives import PIECES
-from pdctl.handoff.apart.sending import ApartSender
+from pdctl.handoff.apart.sending import ApartOutbound, ApartSender
 from pdctl.handoff.counters import CounterBoard
 from pdctl.handoff.page import Patterns
 from pdctl.handoff.sink import HELD_PIECES
@@ -78,6 +78,29 @@ def test_a_held_prefix_is_not_sent_again(ends: ApartEnds) -> None:
     after = ends.got.read()
     assert after.imported_tokens - before.imported_tokens == 299 - 130
     assert after.reused_pages - before.reused_pages == 2
+
+
+def test_a_prompt_of_one_token_holds_nobody_up(ends: ApartEnds) -> None:
+    """R27: the receiver lacks nothing of it and is done at once, perhaps before the engine hears
+    of its pages: it hears of them all the same, and computes the prompt."""
+    for _ in range(100):
+        outbound, inbound, prefill = ends.begin(1, Sink())
+        assert prefill.reserved.wait(WAIT_S)
+        outbound.finish(7)
+        settle(outbound, inbound)
+        assert (outbound.error, outbound.done) == (None, True)
+
+
+def test_an_end_that_comes_first_tells_the_engine_to_go_on(shared: ApartEnds) -> None:
+    """Reserved and settled come in that order, each once, whatever the data plane said first."""
+    told: list[str] = []
+    outbound = ApartOutbound(
+        *(shared.sender, 0, shared.leg(), 1),
+        on_reserved=lambda outbound: told.append("reserved"),
+        on_settled=lambda outbound: told.append("settled"),
+    )
+    outbound.settle(None, done=True)
+    assert told == ["reserved", "settled"]
 
 
 def test_layers_leave_as_they_are_written() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import signal
 from collections.abc import Callable
 
 import pytest
@@ -13,7 +14,12 @@ PROPERTY = "agreement"
 
 def pytest_configure() -> None:
     """Others use the cores, too: how long one of hypothesis' examples takes says nothing. An
-    engine's environment has no hypothesis."""
+    engine's environment has no hypothesis.
+
+    A shell starts what it puts into the background with SIGINT ignored, and so would everything
+    be that is interrupted here."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if importlib.util.find_spec("hypothesis") is not None:
         from hypothesis import settings
 

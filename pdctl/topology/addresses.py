@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from pdctl.topology.diagnostics import Diagnostic
 from pdctl.topology.model import Host, Replica, Role, Topology
@@ -66,12 +66,7 @@ def one_agent(topology: Topology) -> Iterable[Diagnostic]:
     router = topology.hosts.get(topology.router.host)
     if router is None or router.ssh is not None:
         return
-    told: set[str] = {router.name}
-    for i, r in enumerate(topology.replicas):
-        host = topology.hosts.get(r.host)
-        if host is None or host.ssh is not None or r.host in told:
-            continue
-        told.add(r.host)
+    for i, r in _here(topology, router):
         yield Diagnostic(
             code="topology.one_machine",
             summary=f'replica "{r.name}": its host "{r.host}" is this machine, and so is the '
@@ -89,12 +84,7 @@ def routes(topology: Topology) -> Iterable[Diagnostic]:
     router = topology.hosts.get(topology.router.host)
     if router is None or router.ssh is None:
         return
-    told: set[str] = set()
-    for i, r in enumerate(topology.replicas):
-        host = topology.hosts.get(r.host)
-        if host is None or host.ssh is not None or r.host in told:
-            continue
-        told.add(r.host)
+    for i, r in _here(topology, router):
         yield Diagnostic(
             code="topology.no_route",
             summary=f'replica "{r.name}": the router runs on host "{router.name}", which can\'t '
@@ -104,6 +94,17 @@ def routes(topology: Topology) -> Iterable[Diagnostic]:
             hint=f'write ssh = "…" under [hosts.{r.host}] as "{router.name}" reaches it, or '
             "leave router.host away",
         )
+
+
+def _here(topology: Topology, router: Host) -> Iterator[tuple[int, Replica]]:
+    """The first replica, with its place in the file, of each host other than the router's that
+    has no SSH."""
+    told = {router.name}
+    for i, r in enumerate(topology.replicas):
+        host = topology.hosts.get(r.host)
+        if host is not None and host.ssh is None and r.host not in told:
+            told.add(r.host)
+            yield i, r
 
 
 def is_loopback(host: str) -> bool:

@@ -27,6 +27,12 @@ PICTURES_ENV = "PDCTL_TEST_PICTURES"
 HOSTILE = "</script><img src=x onerror=\"window.owned=1\"><b>bold</b>' onload='window.owned=1"
 SETTLED = "document.getElementById('said').textContent === 'Live.'"
 NARROW, WIDE = 360, 1280
+WAITS = """(() => {
+  Date.now = () => 0, Math.random = () => %d
+  return [1, 2, 3, 9].map((n) => { unheard = n - 1; lost(new Error("x")); return nextAt })
+})()"""
+"""Milliseconds to the next question, after so many without an answer; in one turn, so that no
+answer of the page's own comes between."""
 
 
 @pytest.fixture(scope="module")
@@ -217,12 +223,9 @@ async def test_a_router_that_is_gone_is_said(page: Tab) -> None:
         assert await page.value("document.body.classList.contains('stale')")
         assert await page.value("document.title") == "router gone"
         await kept(page, "gone")
-        waits = []
-        for unheard in (1, 2, 3, 9):
-            await page.value(f"unheard = {unheard - 1}, lost(new Error('x'))")
-            waits.append(await page.value("nextAt - Date.now()"))
-        assert waits == sorted(waits)
-        assert waits[-1] <= 36_000
+        for chance in (0, 1):
+            first, second, third, last = await page.value(WAITS % chance)
+            assert first < second < third < last < 36_001
 
 
 async def test_a_silent_agent_is_said(page: Tab) -> None:
@@ -249,4 +252,4 @@ async def test_a_hidden_tab_asks_nothing(page: Tab) -> None:
         await page.value("later(0), new Promise((done) => setTimeout(done, 0))")
         assert await page.value("window.asked") == 0
         await page.value(f"{hide % 'false'}, {turn}")
-        await page.until("window.asked === 1")
+        await page.until("window.asked >= 1")

@@ -133,6 +133,7 @@ class Prefill:
 
     def __init__(self) -> None:
         self.reserved = threading.Event()
+        self.told = threading.Event()
         self.settled_calls = 0
         self.outbound: Outbound | None = None
 
@@ -142,6 +143,11 @@ class Prefill:
 
     def on_settled(self, outbound: Outbound) -> None:
         self.settled_calls += 1
+        self.told.set()
+
+    def told_once(self) -> bool:
+        """Of the end: right after `settled`, on the thread that ended it."""
+        return self.told.wait(WAIT_S) and self.settled_calls == 1
 
 
 class Ends:
@@ -270,6 +276,14 @@ class Once:
 
     def wait(self) -> None:
         assert self._event.wait(WAIT_S)
+
+
+def until(reached: Callable[[], bool]) -> None:
+    """Waits for what nothing signals."""
+    until_s = time.monotonic() + WAIT_S
+    while not reached():
+        assert time.monotonic() < until_s
+        time.sleep(1e-3)
 
 
 def open_files() -> set[str]:

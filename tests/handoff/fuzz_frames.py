@@ -146,7 +146,7 @@ class Fuzz:
         self.fed["sender"] += fed.frames
         outbound.cancel()
         assert outbound.settled.wait(WAIT_S)
-        assert prefill.settled_calls == 1
+        assert prefill.told_once()
         self.sessions["sender done" if outbound.done else "sender failed"] += 1
 
     def _of_a_receiver(self, leg: Leg, tokens: int) -> list[bytes]:

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 from handoff.devices import ArrayMemory, Arrays, DeviceSink, as_array
-from handoff.ends import DIGEST, KEY, SMALL, WAIT_S, Ends, Prefill, both_ends, kv, place
+from handoff.ends import DIGEST, KEY, SMALL, WAIT_S, Ends, Prefill, both_ends, kv, place, until
 from handoff.peers import hear, proved_link
 from handoff.reaches import READS, Read
 from handoff.test_pulls import IDS, TOKENS, PlacingSender
@@ -44,7 +44,7 @@ def on_device(transport: Transport, geometry: PageGeometry = SMALL) -> Iterator[
     made = Arrays()
     with both_ends(transport, geometry=geometry, device=made, budget_bytes=4 << 20) as ends:
         yield ends
-        assert free_slots(ends) == DEVICE_SLOTS
+        until(lambda: free_slots(ends) == DEVICE_SLOTS)
 
 
 def free_slots(ends: Ends) -> int:
@@ -166,11 +166,8 @@ def test_late_copies_hold_every_slot_they_read() -> None:
         sink.land.clear()
         pages = 2 * DEVICE_SLOTS + 6
         outbound, inbound = begin_large(ends, pages * 64, sink)
-        until = time.monotonic() + WAIT_S
-        while free_slots(ends) and time.monotonic() < until:
-            time.sleep(1e-3)
-        assert free_slots(ends) == 0
-        assert len(transport.shared.pulls) == DEVICE_SLOTS
+        pulls = transport.shared.pulls
+        until(lambda: free_slots(ends) == 0 and len(pulls) == DEVICE_SLOTS)
         sink.land.set()
         assert inbound.settled.wait(WAIT_S)
         assert outbound.settled.wait(WAIT_S)
@@ -234,9 +231,7 @@ def test_a_copy_that_outlasts_the_drain_keeps_its_slot(monkeypatch: pytest.Monke
         ends.receiver.check()
         assert free_slots(ends) < DEVICE_SLOTS
         sink.land.set()
-        until = time.monotonic() + WAIT_S
-        while free_slots(ends) < DEVICE_SLOTS and time.monotonic() < until:
-            ends.receiver.check()
+        until(lambda: free_slots(ends) == DEVICE_SLOTS)
         assert outbound.settled.wait(WAIT_S)
 
 
@@ -399,9 +394,7 @@ def test_an_end_before_the_last_piece_was_read_commits_nothing() -> None:
         spread(fake, room, 0, 1, 2)
         assert transport.shared.begun.wait(WAIT_S)
         link.send(wire.End(pages=3, first_token=None), room)
-        until = time.monotonic() + WAIT_S
-        while inbound.error is None and time.monotonic() < until:
-            time.sleep(1e-3)
+        until(lambda: inbound.error is not None)
         transport.shared.proceed.set()
         assert inbound.settled.wait(WAIT_S)
         fake.close()

@@ -290,7 +290,7 @@ def fail_both(ends: Ends, sink: Sink, *, leg=None, ours=(1, 2), theirs=(1, 2)):
     inbound = ends.receiver.fetch(leg, list(theirs), sink)
     assert inbound.settled.wait(WAIT_S)
     assert outbound.settled.wait(WAIT_S)
-    assert prefill.settled_calls == 1
+    assert prefill.told_once()
     assert sink.calls[-1] == "abort"
     assert sink.calls.count("abort") == 1
     return outbound.error, inbound.error
@@ -579,7 +579,7 @@ def test_calls_after_the_end_are_ignored_or_typed():
         with pytest.raises(HandoffCancelled):
             outbound.pages()
         assert isinstance(outbound.error, HandoffCancelled)
-        assert prefill.settled_calls == 1
+        assert prefill.told_once()
         with pytest.raises(HandoffError):
             ends.admit(leg, list(range(70)), Prefill())
         sink = Sink()

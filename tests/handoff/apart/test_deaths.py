@@ -69,7 +69,7 @@ def test_a_dead_data_plane_fails_what_is_open_by_name(
         assert own.error is not None
         assert "signal 9" in own.error.message
         assert sink.calls.count("abort") == 1
-        assert prefill.settled_calls == 1
+        assert prefill.told_once()
         assert {leg for leg, _, _ in ends.failed} == {"p0", "d0"}
         check_refused(ends, side)
 

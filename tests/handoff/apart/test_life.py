@@ -59,14 +59,15 @@ def test_a_silent_engine_loses_its_handoffs() -> None:
 
 def test_an_engine_that_answers_keeps_them() -> None:
     """However long they take."""
-    end, often = End(), threading.Semaphore(0)
+    end, often, named = End(), threading.Semaphore(0), threading.Event()
 
     def answer(call: Call) -> None:
+        assert named.wait(WAIT_S)
         made.heard()
         often.release()
 
-    # the first question comes a moment after it was made
-    with watched(end, lambda call: answer(call)) as made:
+    with watched(end, answer) as made:
+        named.set()
         for _ in range(30):
             assert often.acquire(timeout=WAIT_S)
     assert not end.lost.is_set()

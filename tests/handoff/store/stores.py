@@ -119,7 +119,7 @@ class Replica:
 
     def take(self, ids: Sequence[int], salt: str = "") -> tuple[int, Patterns]:
         """(tokens held, a copy of their pages)."""
-        loan = self.store.hold(self.store.prompt(ids, salt))
+        loan = self.store.hold(self.store.prompt(ids, salt), WAIT_S)
         copy = np.array(loan.pages).reshape(-1, *GEOMETRY.shape)
         assert loan.release(loan.tokens)
         return loan.tokens, copy

@@ -37,7 +37,9 @@ class FleetSurvey(LocalSurvey):
         return msgspec.structs.replace(found, **self._host.facts)
 
     def listeners(self) -> list[Listener]:
-        return [Listener(port=port) for port in self._host.listening]
+        """Also what really listens here: those ports are really tried."""
+        own = [Listener(port=port) for port in self._host.listening]
+        return [*super().listeners(), *own]
 
     def bindings(self, wanted: tuple[Binding, ...]) -> list[Diagnostic]:
         self._host.asked("bindings")

@@ -15,7 +15,6 @@ from runtime.fleet import Fleet
 from tiny import make_checkpoint
 
 from pdctl import __version__
-from pdctl.runtime.checks import links
 from pdctl.runtime.checks.doctor import diagnose, exit_code
 from pdctl.runtime.checks.findings import Findings
 from pdctl.runtime.checks.ground import Ground
@@ -30,8 +29,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fleet:
-    monkeypatch.setattr(links, "DIAL_S", 2.0)
+def fleet(tmp_path: Path) -> Fleet:
     found = Fleet(tmp_path, "local", "gpu1", "studio")
     found.each(lambda host: host.names.update({"10.0.0.1": "127.0.0.1"}))
     return found
@@ -42,7 +40,7 @@ def topology(model: Path, *, data_port: int, encrypt: bool = False) -> str:
     text = pair_text(
         *("examined", model),
         address="10.0.0.1",
-        bind="127.0.0.1:18433",
+        bind=f"127.0.0.1:{free_port()}",
         router=f"[handoff]\nencrypt = {str(encrypt).lower()}",
         prefill=f"data_port = {data_port}",
     )
@@ -94,7 +92,6 @@ def test_a_fleet_that_fits(model: Path, fleet: Fleet, examine: Examine) -> None:
         assert pair.note is None
         assert pair.round_trip_ms
         assert pair.bytes_per_s
-        assert pair.bytes_per_s > 1e6
     assert [p.decode_host for p in found.pairs] == ["studio", "gpu1"]
     assert msgspec.json.decode(msgspec.json.encode(found), type=Findings) == found
 
@@ -107,7 +104,7 @@ def test_a_closed_link_comes_with_what_opens_and_what_tests_it(
     port = free_port(run=5)
     found = examine(topology(model, data_port=port))
     closed, near = found.pairs
-    assert (closed.tried, closed.error) == (True, "no answer within 2 s")
+    assert (closed.tried, closed.error) == (True, "no answer within 5 s")
     assert closed.opens is not None
     assert closed.opens.startswith(f"ssh gpu1 'sudo ufw allow {port}/tcp")
     assert closed.tests == (

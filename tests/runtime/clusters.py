@@ -29,6 +29,8 @@ from pdctl.topology.model import Dtype, Topology
 from pdctl.topology.plan import derive
 
 DOUBLE = Path(__file__).with_name("double.py")
+WAIT_S = 60.0
+"""Far beyond anything that passes; only a failing test waits for it."""
 
 
 def wrapper(folder: Path) -> Path:
@@ -106,7 +108,7 @@ def declared(folder: Path, **options: object) -> Topology:
 def written(folder: Path, **options: object) -> Iterator[tuple[StateDir, ClusterRecord]]:
     """A state directory as `up` writes it just before it starts the agent."""
     topology = declared(folder, **options)
-    busy = frozenset(free_port() for _ in range(2))
+    busy = frozenset(one.port for one in LocalHost().survey.listeners())
     state = StateDir(folder / "state" / topology.name)
     state.make()
     state.create_key()
@@ -123,7 +125,7 @@ def written(folder: Path, **options: object) -> Iterator[tuple[StateDir, Cluster
     yield state, record
 
 
-async def until(what: str, condition: Callable[[], bool], timeout_s: float = 15.0) -> None:
+async def until(what: str, condition: Callable[[], bool], timeout_s: float = WAIT_S) -> None:
     """Waits until `condition` holds; for what nothing can signal."""
     with anyio.move_on_after(timeout_s):
         while not condition():  # noqa: ASYNC110
@@ -152,7 +154,7 @@ async def answering(state: StateDir, record: ClusterRecord) -> AgentClient:
     """A client of that agent, once it answers."""
     port = record.plan.agent_ports["local"]
     client = AgentClient("local", port, record.run, state.read_key())
-    with anyio.fail_after(20):
+    with anyio.fail_after(WAIT_S):
         while True:
             try:
                 await client.check()
@@ -165,7 +167,9 @@ def member(snapshot: Snapshot, name: str) -> MemberState:
     return next(m for m in snapshot.members if m.name == name)
 
 
-async def reach(client: AgentClient, name: str, *states: str, timeout_s: float = 20) -> MemberState:
+async def reach(
+    client: AgentClient, name: str, *states: str, timeout_s: float = WAIT_S
+) -> MemberState:
     """Waits, from version to version, until a replica is in one of these states."""
     version = 0
     with anyio.fail_after(timeout_s):

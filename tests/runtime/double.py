@@ -113,7 +113,7 @@ def main() -> int:
     attachment = Attachment.from_environment(
         os.environ, counters=lambda: Counters(prompt_tokens=5), superseded=lambda: os._exit(4)
     )
-    assigned = attachment.open(10.0)
+    assigned = attachment.open(60.0)
     if fault != "never_ready":
         attachment.ready(ready_message(assigned, port, fault))
     threading.Thread(target=server.serve_forever, daemon=True).start()

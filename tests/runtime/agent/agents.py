@@ -25,7 +25,7 @@ async def agent(
             record = start_agent(state, record)
             client = await answering(state, record)
             yield state, record, client
-            with anyio.fail_after(30):
+            with anyio.fail_after(60):
                 if process.is_alive(record.agents["local"].mark):
                     await client.shutdown()
                     await process.wait_exit(record.agents["local"].mark)

@@ -68,7 +68,7 @@ async def again(state: StateDir, record: ClusterRecord) -> tuple[ClusterRecord, 
     """kill -9 on the agent, and the next one."""
     mark = record.agents["local"].mark
     os.kill(mark.pid, signal.SIGKILL)
-    with anyio.fail_after(10):
+    with anyio.fail_after(60):
         await process.wait_exit(mark)
     record = start_agent(state, record)
     return record, await answering(state, record)
@@ -88,5 +88,5 @@ async def test_the_next_agent_knows_who_drains(tmp_path: Path) -> None:
         assert await second.drain("p0", undo=True) is True
         assert member(await second.snapshot(), "p0").state == "ready"
         await second.shutdown()
-        with anyio.fail_after(30):
+        with anyio.fail_after(60):
             await process.wait_exit(record.agents["local"].mark)

@@ -241,6 +241,7 @@ async def test_a_poll_without_an_answer_is_bounded(
         peer = await dial()
         await peer.send(attach())
         await peer.receive()
+        await until("attached", lambda: "p0" in keeper.links)
         assert await keeper.links["p0"].poll() is False
 
 

@@ -37,12 +37,12 @@ class Held(NamedTuple):
         return next(m for m in self.outpost.members() if m.name == name)
 
     async def until(self, *states: str) -> None:
-        with anyio.fail_after(30):
+        with anyio.fail_after(60):
             while self.outpost.state().state not in states:
                 await self.changed[-1].wait()
 
     async def until_member(self, name: str, *states: str) -> MemberState:
-        with anyio.fail_after(30):
+        with anyio.fail_after(60):
             while self.member(name).state not in states:
                 await self.changed[-1].wait()
         return self.member(name)
@@ -121,7 +121,7 @@ async def test_its_page_store_is_shown_while_it_is_reached(tmp_path: Path) -> No
     async with held(tmp_path, roles=roles, sharing="[sharing]") as far:
         assert [store.state for store in far.outpost.stores()] == ["stopped"]
         await far.until("ready")
-        with anyio.fail_after(30):
+        with anyio.fail_after(60):
             while far.outpost.stores()[0].state != "ready":
                 await far.changed[-1].wait()
         (store,) = far.outpost.stores()

@@ -30,7 +30,7 @@ ROLES = {"o0": "both", "o1": "both"}
 async def store_in(client: AgentClient, state: str, restarts: int = 0) -> StoreState:
     """The store, once it is in that state."""
     version = 0
-    with anyio.fail_after(20):
+    with anyio.fail_after(60):
         while True:
             snapshot = await client.changes(version)
             (found,) = snapshot.stores

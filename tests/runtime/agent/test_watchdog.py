@@ -67,5 +67,5 @@ def test_sigterm_reaches_the_agent() -> None:
         assert process.stdout is not None
         assert process.stdout.readline() == "up\n"
         os.kill(process.pid, signal.SIGTERM)
-        out, _ = process.communicate(timeout=10)
+        out, _ = process.communicate(timeout=60)
     assert (process.returncode, out) == (0, "cleaned\n")

@@ -23,7 +23,7 @@ from pdctl.runtime.hosts import wire
 from pdctl.runtime.hosts.operations import pack
 from pdctl.runtime.machine import process
 
-WITHIN_S = 15.0
+WITHIN_S = 30.0
 
 
 class Pipe:

@@ -54,7 +54,7 @@ async def running(folder: Path, **options: Any) -> AsyncIterator[tuple[StateDir,
 async def kill_agent(record: ClusterRecord) -> None:
     mark = record.agents["local"].mark
     os.kill(mark.pid, signal.SIGKILL)
-    with anyio.fail_after(10):
+    with anyio.fail_after(60):
         await process.wait_exit(mark)
 
 

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -59,9 +58,9 @@ def test_a_terminal_has_a_row_per_host_and_directory(monkeypatch: pytest.MonkeyP
 
 
 def huge(folder: Path) -> Path:
-    """A checkpoint whose weights are 40 GiB of holes: minutes of hashing, no disk."""
+    """A checkpoint whose weights are 400 GiB of holes: many minutes of hashing, no disk."""
     make_checkpoint(folder, "llama")
-    size = 40 << 30
+    size = 400 << 30
     entry = {"dtype": "F16", "shape": [size // 2], "data_offsets": [0, size]}
     header = json.dumps({"model.norm.weight": entry}).encode()
     weights = folder / "model.safetensors"
@@ -91,7 +90,5 @@ def test_an_interruption_ends_hashing_at_once(tmp_path: Path) -> None:
             if "fingerprinting" in line:
                 break
         running.send_signal(signal.SIGINT)
-        began = time.monotonic()
-        assert running.wait(timeout=30) == 130
-        assert time.monotonic() - began < 15
+        assert running.wait(timeout=60) == 130
         assert "Traceback" not in running.stderr.read()

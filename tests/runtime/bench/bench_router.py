@@ -54,7 +54,7 @@ def plan(
         token_kv_bytes=PAGE_BYTES // 64,
         page_bytes=PAGE_BYTES,
         buffer_bytes=1 << 29,
-        timeout_s=5.0,
+        timeout_s=60.0,
         router_host="local",
         router_bind=bind or "127.0.0.1:8000",
         agent_ports={},

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from pdctl.runtime.bench.machine import Disturbance
 from pdctl.runtime.bench.prompts import PromptSource
 
 SYLLABLES = ("ba", "ke", "lo", "mi", "nu", "ra", "so", "ti", "vu", "ze")
@@ -26,6 +27,12 @@ def byte_tokenizer(*, begin: bool) -> Tokenizer:
             single="<s> $A", special_tokens=[("<s>", 0)]
         )
     return tokenizer
+
+
+@pytest.fixture(autouse=True)
+def _undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A round is run again where a test says so, whatever the hypervisor gives to others."""
+    monkeypatch.setattr(Disturbance, "steal", lambda disturbance: 0.0)
 
 
 @pytest.fixture(scope="session")

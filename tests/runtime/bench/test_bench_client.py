@@ -20,7 +20,7 @@ def router(prompts: PromptSource) -> FakeRouter:
 
 
 def ask(
-    router: FakeRouter, *, timeout_s: float = 5.0, clock: Callable[[], float] | None = None
+    router: FakeRouter, *, timeout_s: float = 60.0, clock: Callable[[], float] | None = None
 ) -> Sample:
     async def run() -> Sample:
         async with router.serving() as url, aiohttp.ClientSession() as session:

@@ -31,11 +31,6 @@ def router(prompts: PromptSource) -> FakeRouter:
     return FakeRouter(lambda text: len(prompts.ids(text)))
 
 
-class Calm(Disturbance):
-    def steal(self) -> float:
-        return 0.0
-
-
 class Notebook:
     def __init__(self) -> None:
         self.turns: list[str] = []
@@ -59,7 +54,7 @@ def measure(
     prompts: PromptSource,
     settings: Settings = ONE,
     *,
-    disturbance: Any = Calm,
+    disturbance: Any = Disturbance,
     strangers: Strangers = nobody,
     results: Results | None = None,
 ) -> tuple[Results, Notebook]:
@@ -68,7 +63,7 @@ def measure(
     async def run() -> None:
         async with router.serving() as url, aiohttp.ClientSession() as session:
             await Sweep(
-                Client(session, url, timeout_s=5.0),
+                Client(session, url, timeout_s=60.0),
                 columns(plan()),
                 settings,
                 prompts,
@@ -152,7 +147,7 @@ def test_a_round_under_cpu_steal_is_run_again_with_fresh_prompts(
 ) -> None:
     stolen = iter([0.0, 0.5])
 
-    class Once(Calm):
+    class Once(Disturbance):
         def steal(self) -> float:
             return next(stolen, 0.0)
 
@@ -167,7 +162,7 @@ def test_a_round_under_cpu_steal_is_run_again_with_fresh_prompts(
 def test_steal_that_does_not_end_is_kept_after_a_bounded_number_of_rounds(
     router: FakeRouter, prompts: PromptSource
 ) -> None:
-    class Always(Calm):
+    class Always(Disturbance):
         def steal(self) -> float:
             return 0.5
 

@@ -40,6 +40,7 @@ from pdctl.engines.channel import (
     ToAgent,
     encode,
 )
+from pdctl.runtime.machine.unix import UnixStream
 
 log = logging.getLogger("pdctl.agent")
 
@@ -69,8 +70,8 @@ class Link:
     """One attached process; `poll` may be called by any task, `receive` by its reader only."""
 
     def __init__(self, stream: anyio.abc.SocketStream) -> None:
-        self._stream = stream
-        self._received = BufferedByteReceiveStream(stream)
+        self._stream = UnixStream(stream)
+        self._received = BufferedByteReceiveStream(self._stream)
         self._sending = anyio.Lock()
         self._seqs = itertools.count(1)
         self._answers: dict[int, anyio.Event] = {}

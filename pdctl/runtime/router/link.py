@@ -13,7 +13,6 @@ from collections.abc import Callable
 
 import anyio
 import msgspec
-from anyio.abc import SocketStream
 from anyio.streams.buffered import BufferedByteReceiveStream
 
 from pdctl import __version__
@@ -32,6 +31,7 @@ from pdctl.engines.channel import (
     encode,
 )
 from pdctl.errors import LaunchError
+from pdctl.runtime.machine.unix import UnixStream
 
 log = logging.getLogger("pdctl.router")
 
@@ -63,7 +63,7 @@ class AgentLink:
         self._path = path
         self._on_members = on_members
         self._report = report
-        self._stream: SocketStream | None = None
+        self._stream: UnixStream | None = None
         self._sending = anyio.Lock()
         self._states: PairStates | None = None
         self._assignment: RouterAssignment | None = None
@@ -78,7 +78,7 @@ class AgentLink:
             LaunchError: nobody listens, or the agent refuses.
         """
         try:
-            stream = await anyio.connect_unix(self._path)
+            stream = UnixStream(await anyio.connect_unix(self._path))
         except OSError as error:
             raise LaunchError(f"the agent's socket cannot be opened: {error}") from None
         self._received = BufferedByteReceiveStream(stream)

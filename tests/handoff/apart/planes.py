@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from handoff.ends import DIGEST, KEY, SMALL, WAIT_S, Ends, Prefill, Sink, kv, nothing_left
@@ -91,7 +91,9 @@ class ApartEnds(Ends):
         """One whole handoff, both ends settled; how it ended on the sender."""
         outbound, inbound, prefill = self.begin(tokens, sink)
         assert prefill.reserved.wait(WAIT_S)
-        self.compute(outbound, chunk=chunk)
+        # it may have failed by then
+        with suppress(HandoffError):
+            self.compute(outbound, chunk=chunk)
         settle(outbound, inbound)
         return outbound.error
 

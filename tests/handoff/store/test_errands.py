@@ -7,7 +7,7 @@ from functools import partial
 
 from pdctl.handoff.store.errands import Errands
 
-WAIT_S = 10.0
+WAIT_S = 30.0
 
 
 def test_they_run_in_the_order_in_which_they_came() -> None:

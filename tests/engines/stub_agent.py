@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,9 @@ class StubAgent:
 
     def go_away(self) -> None:
         self.ready = None
+        # wakes accept, which would take one more connection
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         if self._connection is not None:
             self._connection.shutdown(socket.SHUT_RDWR)

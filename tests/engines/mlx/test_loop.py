@@ -72,7 +72,7 @@ def test_a_decode_tells_of_its_tokens_until_it_ends(engine: Engine) -> None:
     that was aborted nothing is told any more."""
     for aborted in (False, True):
         leg = engine.leg()
-        call, outbound = engine.fetch(digits(130), 400 if aborted else 40, leg)
+        call, outbound = engine.fetch(digits(130), 400, leg)
         assert engine.board.read().decoding == {}
         outbound.written(129)
         outbound.finish(7)
@@ -83,7 +83,7 @@ def test_a_decode_tells_of_its_tokens_until_it_ends(engine: Engine) -> None:
         if aborted:
             engine.loop.abort(leg.room)
         else:
-            assert len(list(call.responses())) == 39
+            assert len(list(call.responses())) == 399
         until(lambda: engine.board.read().decoding == {})
         assert outbound.settled.wait(WAIT_S)
 
@@ -212,7 +212,7 @@ def test_a_stream_that_is_never_read_ends(engine: Engine, monkeypatch: pytest.Mo
         until(engine.idle)
         server.shutdown()
         serving.join()
-    assert engine.board.read().output_tokens - before < 1000
+    assert engine.board.read().output_tokens - before < 4000
 
 
 def test_weights_of_another_half_type_are_cast_once_on_the_loops_thread(

@@ -17,7 +17,7 @@ from pdctl.handoff.page import PageGeometry, Patterns
 
 GEOMETRY = PageGeometry(layers=2, kv_heads=1, head_dim=4)
 BLOCK = 32
-WAIT_S = 10.0
+WAIT_S = 30.0
 
 
 class Memory:

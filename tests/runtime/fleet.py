@@ -3,6 +3,7 @@ faults of its own."""
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 
 from pdctl import __version__
 from pdctl.engines.interface import Command, Probe
@@ -18,10 +20,23 @@ from pdctl.runtime.hosts.interface import Completed, RuntimeHost
 from pdctl.runtime.hosts.local import LocalHost
 from pdctl.runtime.hosts.local_survey import LocalSurvey
 from pdctl.runtime.hosts.survey import Binding, Dialled, HostFacts, Listener
+from pdctl.topology import plan
 from pdctl.topology.checkpoint import read_checkpoint
 from pdctl.topology.diagnostics import Diagnostic
 from pdctl.topology.digests import DigestCache
 from pdctl.topology.model import Host
+
+PORTS = range(30_000, 32_700)
+"""Above those of a plan, and below those that a system hands out for connections."""
+PORTS_EACH = 60
+
+
+def own_ports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans hand out ports that nobody but this process tries: what a fleet's hosts are said to
+    listen on is not what this machine does."""
+    at = os.getpid() * PORTS_EACH % len(PORTS)
+    monkeypatch.setattr(plan, "FIRST_PORT", PORTS[at])
+    monkeypatch.setattr(plan, "LAST_PORT", PORTS[at + PORTS_EACH - 1])
 
 
 class FleetSurvey(LocalSurvey):
@@ -37,9 +52,7 @@ class FleetSurvey(LocalSurvey):
         return msgspec.structs.replace(found, **self._host.facts)
 
     def listeners(self) -> list[Listener]:
-        """Also what really listens here: those ports are really tried."""
-        own = [Listener(port=port) for port in self._host.listening]
-        return [*super().listeners(), *own]
+        return [Listener(port=port) for port in self._host.listening]
 
     def bindings(self, wanted: tuple[Binding, ...]) -> list[Diagnostic]:
         self._host.asked("bindings")

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from ports import free_port
 from runtime.checks.pair import pair_text
-from runtime.fleet import Fleet
+from runtime.fleet import Fleet, own_ports
 from tiny import make_checkpoint
 
 from pdctl import __version__
@@ -29,7 +29,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def fleet(tmp_path: Path) -> Fleet:
+def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fleet:
+    own_ports(monkeypatch)
     found = Fleet(tmp_path, "local", "gpu1", "studio")
     found.each(lambda host: host.names.update({"10.0.0.1": "127.0.0.1"}))
     return found

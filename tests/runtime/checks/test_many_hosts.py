@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from ports import free_port
 from runtime.checks.pair import pair_text
-from runtime.fleet import Fleet
+from runtime.fleet import Fleet, own_ports
 from tiny import make_checkpoint
 
 from pdctl.errors import HostError
@@ -32,8 +32,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def fleet(tmp_path: Path) -> Fleet:
+def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fleet:
     """gpu1 stands at 10.0.0.1 and at a name; everything of it is loopback here."""
+    own_ports(monkeypatch)
     found = Fleet(tmp_path, "local", "gpu1", "studio")
     real = {"10.0.0.1": "127.0.0.1", "gpu1.lan": "localhost", "fd00::77": "::1"}
     found.each(lambda host: host.names.update(real))
@@ -257,19 +258,20 @@ def test_a_closed_data_plane_names_both_ends_and_the_way_out(
 ) -> None:
     """U30: which pair, which hosts, which port, what opens it, and what tests it by hand."""
     fleet["studio"].walled = True
-    text = topology(model).replace('role = "prefill"', 'role = "prefill"\ndata_port = 7101')
+    port = free_port()
+    text = topology(model).replace('role = "prefill"', f'role = "prefill"\ndata_port = {port}')
     found = check(text)
     (error,) = found.report.errors
     assert error.code == "host.data_plane"
     assert error.summary == (
-        'pair "p0" → "d0": host "studio" can\'t reach host "gpu1" at 10.0.0.1 port 7101: '
+        f'pair "p0" → "d0": host "studio" can\'t reach host "gpu1" at 10.0.0.1 port {port}: '
         "no answer within 5 s"
     )
     assert error.hint is not None
-    assert "ssh gpu1 'sudo ufw allow 7101/tcp" in error.hint
-    assert "ssh -l user -p 2222 studio.local 'nc -vz -w 5 10.0.0.1 7101'" in error.hint
+    assert f"ssh gpu1 'sudo ufw allow {port}/tcp" in error.hint
+    assert f"ssh -l user -p 2222 studio.local 'nc -vz -w 5 10.0.0.1 {port}'" in error.hint
     assert error.detail is not None
-    assert "ssh gpu1 'python3 -m http.server 7101 --bind 10.0.0.1'" in error.detail
+    assert f"ssh gpu1 'python3 -m http.server {port} --bind 10.0.0.1'" in error.detail
     assert found.report.exit_code == 4
 
 
@@ -334,7 +336,8 @@ def test_page_stores_are_dialled_from_each_others_hosts(
 def test_a_clusters_own_ports_are_not_dialled(model: Path, fleet: Fleet, check: Check) -> None:
     """A running sender has its port: it is neither a clash nor a wall."""
     fleet["studio"].walled = True
-    text = topology(model).replace('role = "prefill"', 'role = "prefill"\ndata_port = 7102')
+    port = free_port()
+    text = topology(model).replace('role = "prefill"', f'role = "prefill"\ndata_port = {port}')
     declared, _ = loads(text)
     assert declared is not None
     found = check(text, kept=derive(declared))

@@ -257,18 +257,6 @@ def stalls_then(then: Answer = answers) -> Answer:
     return answer
 
 
-def computes_then(prompt_s: float, then: Answer = answers) -> Answer:
-    """Takes that long for the prompt."""
-
-    async def answer(
-        engine: FakeEngine, request: web.Request, body: dict[str, Any]
-    ) -> web.StreamResponse:
-        await asyncio.sleep(prompt_s)
-        return await then(engine, request, body)
-
-    return answer
-
-
 def says(status: int, body: bytes, content_type: str = "application/json") -> Answer:
     async def answer(
         engine: FakeEngine, request: web.Request, asked: dict[str, Any]

@@ -223,6 +223,7 @@ async def test_status_tells_of_router_requests_and_failures() -> None:
         await c["d0"].stalled.wait()
         room = c["d0"].bodies[-1][1]["pdctl"]["room"]
         c["d0"].counters = Counters(rooms={room: 0.25})
+        await eventually(lambda: c.router.meter.active == 1)
         status = await (await c.http.get(c.url("/status"))).json()
         router, (handoff,), (failure,) = (status[k] for k in ("router", "handoffs", "failures"))
         assert (status["state"], status["phase_buckets_s"]) == ("ready", list(BUCKETS_S))
@@ -236,6 +237,7 @@ async def test_status_tells_of_router_requests_and_failures() -> None:
         assert told == ["p0>d0", "decode", "d0", 502, "peer_lost", 1]
         c["d0"].release.set()
         assert (await waiting).status == 200
+        await c.nothing_open()
         status = await (await c.http.get(c.url("/status"))).json()
         assert status["handoffs"] == []
 
@@ -246,6 +248,7 @@ async def test_metrics_have_the_designs_names() -> None:
         await c.ask(CHAT)
         c["d0"].on["decode"] = streams(chunk_of(CHAT, "a"))
         await c.ask({**CHAT, "stream": True})
+        await c.nothing_open()
         text = await (await c.http.get(c.url("/metrics"))).text()
         for name in (
             "handoffs_active handoffs_completed handoffs_failed handoffs_cancelled imported_tokens "

@@ -12,13 +12,13 @@ import msgspec
 import pytest
 from aiohttp import web
 from runtime.router.cluster import CHAT, STREAM, Cluster, cluster
+from runtime.router.engine_time import TIME, computes
 from runtime.router.fakes import (
     DONE,
-    Answer,
     FakeEngine,
-    answers,
     events_of,
     fails,
+    stalls_then,
     streams,
     whole_of,
 )
@@ -37,24 +37,17 @@ WITHIN = 10
 QUEUE = 4
 
 
-def slowly(seconds: float) -> Answer:
-    """As an engine that needs so long for its first token."""
-
-    async def answer(
-        engine: FakeEngine, request: web.Request, body: dict[str, Any]
-    ) -> web.StreamResponse:
-        await anyio.sleep(seconds)
-        return await answers(engine, request, body)
-
-    return answer
+@pytest.fixture(autouse=True)
+def _engine_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    TIME.counts(monkeypatch)
 
 
 def alone_is_slow(engines: dict[str, FakeEngine]) -> None:
-    engines["d0"].on["alone"] = slowly(SLOW_S)
+    engines["d0"].on["alone"] = computes(SLOW_S)
 
 
 def pair_is_slow(engines: dict[str, FakeEngine]) -> None:
-    engines["p0"].on["prefill"] = slowly(SLOW_S)
+    engines["p0"].on["prefill"] = computes(SLOW_S)
 
 
 def told(answer: aiohttp.ClientResponse) -> tuple[str, str]:
@@ -69,6 +62,7 @@ async def taken(c: Cluster, requests: int) -> list[str]:
     for _ in range(requests):
         answer = await c.ask(STREAM)
         assert answer.status == 200
+        await c.nothing_open()
         found.append(told(answer)[0])
     return found
 
@@ -87,7 +81,7 @@ async def test_an_ordinary_replica_serves_where_decode_can_not() -> None:
     """DESIGN §7: an SGLang decode replica answers nothing alone."""
     set_up = behave(p0=ranks(), ds0=ranks(first=UNRANKED))
     async with cluster("p0 ds0 o0", disaggregate=AUTO, set_up=set_up) as c:
-        c["p0"].on["prefill"] = slowly(SLOW_S)
+        c["p0"].on["prefill"] = computes(SLOW_S)
         paths = await taken(c, WITHIN)
         assert set(paths) <= {"p0>ds0", "o0"}
         assert paths[-1] == "o0"
@@ -97,7 +91,7 @@ async def test_an_ordinary_replica_serves_where_decode_can_not() -> None:
 async def test_a_pair_that_becomes_slow_is_left_within_ten_requests() -> None:
     async with cluster("p0 d0", disaggregate=AUTO, set_up=alone_is_slow) as c:
         assert (await taken(c, 4)).count("p0>d0") >= 3
-        c["d0"].on["decode"] = slowly(4 * SLOW_S)
+        c["d0"].on["decode"] = computes(4 * SLOW_S)
         found = await taken(c, WITHIN)
         assert found[-3:] == ["d0", "d0", "d0"], c.router.meter.text().decode()
 
@@ -106,12 +100,12 @@ async def test_a_queue_on_the_decode_replica_is_followed_at_once() -> None:
     """Requests that are pinned to it count too."""
 
     def both_are_slow(engines: dict[str, FakeEngine]) -> None:
-        engines["d0"].on["alone"] = slowly(SLOW_S)
-        engines["p0"].on["prefill"] = slowly(2 * SLOW_S)
+        engines["d0"].on["alone"] = computes(SLOW_S)
+        engines["p0"].on["prefill"] = computes(2 * SLOW_S)
 
     async with cluster("p0 d0", disaggregate=AUTO, set_up=both_are_slow) as c:
         assert await taken(c, 2) == ["d0", "d0"]
-        c["d0"].on["alone"] = slowly(60.0)
+        c["d0"].on["alone"] = stalls_then()
         async with anyio.create_task_group() as tasks:
             for _ in range(QUEUE):
                 tasks.start_soon(pinned, c, "d0")
@@ -121,7 +115,7 @@ async def test_a_queue_on_the_decode_replica_is_followed_at_once() -> None:
             queued = status["decisions"]["queued_tokens"]
             assert queued["d0"] > 0
             assert queued["p0"] == 0
-            assert await taken(c, 1) == ["p0>d0"]
+            assert told(await c.ask(STREAM))[0] == "p0>d0"
             tasks.cancel_scope.cancel()
 
 
@@ -184,6 +178,7 @@ def counting(engines: dict[str, FakeEngine]) -> None:
 
 async def measured(c: Cluster) -> dict[str, int]:
     """Samples by path."""
+    await c.nothing_open()
     status = await (await c.http.get(c.url("/status"))).json()
     assert not status["decisions"]["decides"]
     return {cost["path"]: cost["samples"] for cost in status["costs"]}
@@ -209,7 +204,7 @@ async def test_with_always_a_slow_engine_is_not_measured_for_long() -> None:
     """Of a pair that needs longer than is to be spent for the canary's chat, that chat is all."""
 
     def slow(engines: dict[str, FakeEngine]) -> None:
-        engines["p0"].on["prefill"] = slowly(calibration.BRIEF.budget_s * 1.1)
+        engines["p0"].on["prefill"] = computes(calibration.BRIEF.budget_s * 1.1)
 
     async with cluster("p0 d0", set_up=slow) as c:
         assert await measured(c) == {"p0>d0": 1}

@@ -10,6 +10,7 @@ import pytest
 from runtime.router.cluster import (
     CHAT,
     COMPLETION,
+    PATIENCE_S,
     STREAM,
     Cluster,
     cluster,
@@ -30,6 +31,7 @@ from runtime.router.fakes import (
 
 from pdctl.engines.channel import Failed
 from pdctl.engines.mlx.spec import MlxSpec
+from pdctl.runtime.router import attempt
 from pdctl.topology.model import OnFailure
 
 pytestmark = pytest.mark.anyio
@@ -87,8 +89,11 @@ async def test_a_prompt_that_is_too_long_is_named_as_the_client_named_it(
         assert error_of(await answer.read())["param"] == param
 
 
-async def test_a_prefill_that_had_answered_is_blamed_when_it_dies_in_the_transfer() -> None:
+async def test_a_prefill_that_had_answered_is_blamed_when_it_dies_in_the_transfer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """R67: decode lost its peer; the client is told which replica that was."""
+    monkeypatch.setattr(attempt, "ECHO_GRACE_S", PATIENCE_S)
     async with cluster() as c:
         c["d0"].on["decode"] = stalls_then(fails(502, "the peer went away", "peer_lost"))
         task = asyncio.ensure_future(c.ask(CHAT))
@@ -117,6 +122,7 @@ async def test_a_prompt_computed_again_after_prefill_had_answered_is_told(body: 
         c["d0"].release.set()
         answer = await task
         assert (answer.status, answer.headers["x-pdctl-path"]) == (200, "d0")
+        await c.nothing_open()
         assert 'cause="peer_lost",leg="decode"' in c.router.meter.text().decode()
 
 

@@ -6,7 +6,15 @@ import asyncio
 import json
 
 import pytest
-from runtime.router.cluster import CHAT, COMPLETION, STREAM, cluster, error_of, eventually
+from runtime.router.cluster import (
+    CHAT,
+    COMPLETION,
+    PATIENCE_S,
+    STREAM,
+    cluster,
+    error_of,
+    eventually,
+)
 from runtime.router.fakes import (
     DONE,
     answers,
@@ -22,6 +30,7 @@ from runtime.router.fakes import (
     streams,
 )
 
+from pdctl.runtime.router import attempt
 from pdctl.topology.model import OnFailure
 
 pytestmark = pytest.mark.anyio
@@ -180,9 +189,12 @@ async def test_a_broken_connection_is_a_502_that_names_the_leg(leg: str, how: ob
 
 
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
-async def test_the_dead_leg_is_blamed_and_not_its_echo(leg: str) -> None:
+async def test_the_dead_leg_is_blamed_and_not_its_echo(
+    leg: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """R67: one replica dies; the other one reports a lost peer first; the client is told the
     dead one."""
+    monkeypatch.setattr(attempt, "ECHO_GRACE_S", PATIENCE_S)
     dead, other = ("p0", "d0") if leg == "prefill" else ("d0", "p0")
     other_leg = "decode" if leg == "prefill" else "prefill"
     async with cluster() as c:
@@ -324,14 +336,14 @@ async def test_progress_renews_the_deadline() -> None:
 
     async def drips(engine, request, body):
         response = await opened(request)
-        for _ in range(12):
+        for _ in range(25):
             await response.write(chunk_of(body, "a"))
             await asyncio.sleep(0.05)
         await response.write(DONE)
         await response.write_eof()
         return response
 
-    async with cluster(timeout_s=0.4) as c:
+    async with cluster(timeout_s=1.0) as c:
         c["d0"].on["decode"] = drips
         answer = await c.ask(STREAM)
         assert (await answer.read()).endswith(DONE)
@@ -403,6 +415,7 @@ async def test_a_recomputing_decode_leg_outlives_its_prefill(body: dict) -> None
         answer = await task
         assert answer.status == 200
         assert answer.headers["x-pdctl-path"] == "d0"
+        await c.nothing_open()
         assert 'cause="protocol",leg="prefill"' in c.router.meter.text().decode()
         assert c["d0"].aborted == []
 

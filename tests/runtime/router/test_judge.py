@@ -11,12 +11,13 @@ from typing import Any
 import anyio
 import pytest
 from aiohttp import web
-from runtime.router.cluster import CHAT, STREAM, Cluster, cluster
+from runtime.router.cluster import CHAT, STREAM, Cluster, cluster, eventually
+from runtime.router.engine_time import TIME, computes
 from runtime.router.fakes import (
     DONE,
     FakeEngine,
     chunk_of,
-    computes_then,
+    stalls_then,
     streams,
     usage_chunk,
     whole_of,
@@ -30,8 +31,14 @@ from pdctl.runtime.router.timed import Timed
 pytestmark = pytest.mark.anyio
 
 
+@pytest.fixture(autouse=True)
+def _engine_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    TIME.counts(monkeypatch)
+
+
 async def costs(c: Cluster) -> dict[str, dict[str, Any]]:
     """By path."""
+    await c.nothing_open()
     status = await (await c.http.get(c.url("/status"))).json()
     return {cost["path"]: cost for cost in status["costs"]}
 
@@ -81,7 +88,7 @@ async def test_an_answer_of_a_cached_prompt_is_no_sample() -> None:
 async def test_a_whole_answer_is_a_sample_once_a_step_is_known() -> None:
     """Its time to the first token is what is left without decoding, where that is most of it."""
     async with unmeasured("o0") as c:
-        c["o0"].on["alone"] = computes_then(0.1)
+        c["o0"].on["alone"] = computes(0.1)
         assert (await c.ask(CHAT)).status == 200
         assert (await costs(c))["o0"]["samples"] == 0
         assert (await c.ask(STREAM)).status == 200
@@ -92,10 +99,13 @@ async def test_a_whole_answer_is_a_sample_once_a_step_is_known() -> None:
 
 async def test_requests_that_share_a_replica_are_no_samples() -> None:
     async with unmeasured("o0") as c:
+        c["o0"].on["alone"] = stalls_then()
         async with anyio.create_task_group() as tasks:
             for _ in range(8):
                 tasks.start_soon(c.ask, STREAM)
-        assert (await costs(c))["o0"]["samples"] <= 1
+            await eventually(lambda: c["o0"].open == 8)
+            c["o0"].release.set()
+        assert (await costs(c))["o0"]["samples"] == 0
 
 
 async def test_a_request_that_failed_is_no_sample() -> None:

@@ -167,6 +167,7 @@ async def test_the_agent_may_die_and_come_back(monkeypatch: pytest.MonkeyPatch) 
 async def test_poll_is_answered_with_counts() -> None:
     async with cluster("o0") as c:
         await c.ask(CHAT)
+        await c.nothing_open()
         c.keeper.push(Poll(seq=7))
         await eventually(lambda: bool(c.keeper.reports))
         (report,) = c.keeper.reports

@@ -12,17 +12,20 @@ from pdctl.handoff.counters import Counters
 
 pytestmark = pytest.mark.anyio
 
-TIMEOUT_S = 0.3
+TIMEOUT_S = 0.5
+TURN_S = 0.05
+FOR_EVER = 1000
+"""Turns."""
 
 
 def moves(*idle_s: float, counter: str = "rooms"):
-    """A decode leg that answers after that many times 0.2 s; meanwhile its replica tells these
-    seconds since the room's last progress."""
+    """A decode leg that answers after that many turns; meanwhile its replica tells these seconds
+    since the room's last progress."""
 
     async def leg(engine, request, body):
         for told in idle_s:
             engine.counters = Counters(**{counter: {body["pdctl"]["room"]: told}})
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(TURN_S)
         engine.counters = Counters()
         return await answers(engine, request, body)
 
@@ -34,13 +37,14 @@ async def test_it_renews_the_deadline(counter: str) -> None:
     """R5: slower than the deadline in all, yet every report is of recent progress: of the
     handoff, or of a token in an answer that is not streamed."""
     async with cluster(timeout_s=TIMEOUT_S) as c:
-        c["d0"].on["decode"] = moves(0.01, 0.02, 0.01, 0.03, 0.02, counter=counter)
+        told = [0.01 + turn * 1e-4 for turn in range(round(3 * TIMEOUT_S / TURN_S))]
+        c["d0"].on["decode"] = moves(*told, counter=counter)
         assert (await c.ask(CHAT)).status == 200
 
 
 @pytest.mark.parametrize(
     "idle_s",
-    [(TIMEOUT_S,) * 8, (0.01,) * 8],
+    [(TIMEOUT_S,) * FOR_EVER, (0.01,) * FOR_EVER],
     ids=["no progress for that long", "a replica that does not answer any more"],
 )
 async def test_it_ends_where_nothing_moves(idle_s: tuple[float, ...]) -> None:

@@ -75,8 +75,8 @@ def check_ps(cluster: OverSsh) -> None:
     table = cluster.pdctl("ps", cluster.topology).stdout
     for name, host in hosts.items():
         assert host["state"] == "ready"
-        assert 0 < host["round_trip_s"] < 1
-        assert abs(host["clock_offset_s"]) < 1
+        assert 0 < host["round_trip_s"] < 5
+        assert abs(host["clock_offset_s"]) < 5
         assert any(line.split()[:2] == [name, "ready"] for line in table.splitlines()), table
 
 

@@ -58,7 +58,7 @@ def check_recovers(cluster: Cluster, model_dir: Path, old_pid: int, replica: str
     alone = cluster.completion(prompt, "o0", max_tokens=8).json()["choices"][0]["text"]
     answer = cluster.completion(prompt, "p0>d0", max_tokens=8)
     assert answer.json()["choices"][0]["text"] == alone
-    assert cluster.idle()
+    cluster.wait("nothing in flight", cluster.idle)
 
 
 @pytest.mark.parametrize(("replica", "leg"), [("p0", "prefill"), ("d0", "decode")])

@@ -48,7 +48,7 @@ def check_handoff(cluster: Cluster, before: dict[str, int], prompt_tokens: int) 
     assert after["imported_tokens"] - before["imported_tokens"] == prompt_tokens - 1
     page_bytes = cluster.status()["page_bytes"]
     assert after["host_bytes"] - before["host_bytes"] == pages * page_bytes
-    assert cluster.idle()
+    cluster.wait("nothing in flight", cluster.idle)
 
 
 def check_completion(cluster: Cluster, model_dir: Path, tokens: int, agreement: Agreement) -> None:

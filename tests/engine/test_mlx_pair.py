@@ -11,6 +11,7 @@ import pytest
 from agreement import Agreement, ranking
 from e2e.prompts import exact_prompt
 from engine.conftest import Trio, trio
+from engine.vllm_pairs import check_at_rest
 from engines.replicas import Pair, text_of
 from tiny import FAMILIES, make_checkpoint
 
@@ -47,13 +48,6 @@ def imported(pair: Pair) -> int:
     return pair.decode.counters().imported_tokens
 
 
-def check_nothing_is_left(pair: Pair) -> None:
-    sent, received = pair.prefill.counters(), pair.decode.counters()
-    assert (sent.handoffs_active, received.handoffs_active) == (0, 0)
-    assert (sent.buffer_bytes_used, sent.waiters) == (0, 0)
-    assert (sent.requests_active, received.requests_active) == (0, 0)
-
-
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 @pytest.mark.parametrize("tokens", LENGTHS)
 def test_text_through_a_pair_equals_text_of_one(
@@ -82,7 +76,7 @@ def test_text_through_a_pair_equals_text_of_one(
 
     events = pair.events(path, body)
     assert "".join(map(text_of, events)) == text_of(whole)
-    check_nothing_is_left(pair)
+    check_at_rest(pair.prefill, pair.decode)
 
 
 def test_every_phase_of_a_handoff_is_observed(

@@ -58,6 +58,9 @@ def pair(fleet: Fleet) -> Pair:
 
 
 def causes(pair: Pair, room: int) -> set[str]:
+    for process in (pair.prefill, pair.decode):
+        # an answer to this comes after what was told before
+        process.counters()
     failures = [*pair.prefill.agent.failures, *pair.decode.agent.failures]
     return {failure.cause for failure in failures if failure.room == room}
 

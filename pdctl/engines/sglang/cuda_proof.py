@@ -20,8 +20,9 @@ from pdctl.engines.sglang.pool import PAGE_DTYPES
 from pdctl.handoff.page import PATTERN, PageGeometry, Patterns
 from pdctl.topology.model import Dtype
 
-SEQUENCE = (2, 0)
-"""The blocks of the prompt; the block between them must stay as it is."""
+SEQUENCE = (2, 1)
+"""The blocks of the prompt, not in order. Block 0 is never a prompt's: its first slot takes what is
+padding, and SGLang's operator writes nothing there."""
 
 
 def check(slots: CudaSlots, pool: Any, pages: PageGeometry) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import aiohttp
 import anyio
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 FLAGS = (
     "--headless=new",

@@ -23,7 +23,7 @@ from ports import free_port
 
 from pdctl.topology.model import Host
 
-START_S = 10.0
+START_S = 30.0
 _TOOLS = ("ssh", "ssh-agent", "ssh-add", "ssh-keygen")
 
 

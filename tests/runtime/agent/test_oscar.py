@@ -23,8 +23,8 @@ assert scipy.sparse.eye(2).shape == pandas.DataFrame([[1, 2], [3, 4]]).shape
 
 def test_libraries_for_frames_are_loaded_when_they_are_used() -> None:
     """And not before; nothing of them is missing then."""
-    subprocess.run([sys.executable, "-c", IMPORTED], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", IMPORTED], check=True, timeout=180)
 
 
 def test_libraries_that_are_here_already_stay() -> None:
-    subprocess.run([sys.executable, "-c", BEFORE], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", BEFORE], check=True, timeout=180)

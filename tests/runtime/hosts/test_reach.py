@@ -32,7 +32,7 @@ from pdctl.runtime.hosts.ssh import Forward
 from pdctl.runtime.machine import process
 from pdctl.topology.model import Host
 
-WITHIN_S = 15.0
+WITHIN_S = 30.0
 
 
 @pytest.fixture(scope="module")

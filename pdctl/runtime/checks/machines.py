@@ -13,6 +13,7 @@ from pdctl.engines.interface import Command
 from pdctl.errors import HostError
 from pdctl.runtime.checks.ground import Ground
 from pdctl.runtime.checks.probes import release
+from pdctl.runtime.hosts.installing import install
 from pdctl.runtime.hosts.interface import RuntimeHost
 from pdctl.runtime.hosts.survey import HostFacts
 from pdctl.topology.diagnostics import Diagnostic, Severity
@@ -96,7 +97,7 @@ def _agents_facts(host: RuntimeHost, python: str) -> HostFacts:
     reason = said[-1][:300] if said else f"exit status {done.returncode}"
     raise HostError(
         f'host "{host.name}": agent_python {python} can\'t run an agent: {reason}',
-        hint=f"{python} -m pip install pdctl=={__version__}",
+        hint=install(python, host=None),
     )
 
 
@@ -122,7 +123,7 @@ def _versions(host: Host, facts: HostFacts) -> Iterator[Diagnostic]:
             summary=f'host "{host.name}": {facts.python} has pdctl {facts.pdctl_version}, and '
             f"this is {__version__}",
             field=field,
-            hint=f"there: {facts.python} -m pip install pdctl=={__version__}",
+            hint=install(facts.python, host=host.name if host.ssh is not None else None),
         )
     if release(facts.python_version) < OLDEST_PYTHON:
         yield Diagnostic(
@@ -133,13 +134,13 @@ def _versions(host: Host, facts: HostFacts) -> Iterator[Diagnostic]:
             hint=f"name a newer interpreter: agent_python under [hosts.{host.name}]",
         )
     own = metadata.version("xoscar")
-    install = f"there: {facts.python} -m pip install xoscar=={own}"
+    hint = f"there: {facts.python} -m pip install xoscar=={own}"
     if facts.xoscar_version is None:
         yield Diagnostic(
             code="host.rpc_version",
             summary=f'host "{host.name}": {facts.python} has no xoscar, which an agent needs',
             field=field,
-            hint=install,
+            hint=hint,
         )
     elif release(facts.xoscar_version)[:2] != release(own)[:2]:
         yield Diagnostic(
@@ -147,7 +148,7 @@ def _versions(host: Host, facts: HostFacts) -> Iterator[Diagnostic]:
             summary=f'host "{host.name}": {facts.python} has xoscar {facts.xoscar_version}, and '
             f"this is {own}: they don't understand each other",
             field=field,
-            hint=install,
+            hint=hint,
         )
 
 

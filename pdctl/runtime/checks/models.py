@@ -7,12 +7,14 @@ from typing import TypeVar
 
 import msgspec
 
+from pdctl.engines.interface import Command
 from pdctl.engines.registry import spec_for
 from pdctl.runtime.checks.ground import Ground
 from pdctl.runtime.checks.natives import judge_native
 from pdctl.runtime.checks.outcome import ModelFacts
 from pdctl.runtime.checks.probes import Answer, judge_probe, run_probes
 from pdctl.runtime.checks.reads import judge_reads
+from pdctl.runtime.hosts.installing import install
 from pdctl.runtime.hosts.interface import RuntimeHost
 from pdctl.runtime.hosts.survey import CheckpointRead
 from pdctl.topology.checkpoint import check_context
@@ -25,7 +27,7 @@ from pdctl.topology.fingerprint import (
     check_dtype,
     make_contract,
 )
-from pdctl.topology.model import Replica
+from pdctl.topology.model import Engine, Replica
 
 T = TypeVar("T")
 Content = Fingerprint | FingerprintError
@@ -132,17 +134,25 @@ class Models:
         return [r for r in replicas if r.host == host and r.name in self.known]
 
     def _probe(self, host: RuntimeHost) -> dict[str, Answer]:
-        declared = self._ground.topology.hosts[host.name]
-        return run_probes(
-            [(r, host, spec_for(r.engine).probe(r, declared)) for r in self._on(host.name)]
-        )
+        tasks = [(r, host, self._command(r)) for r in self._on(host.name)]
+        return run_probes(tasks, far=self._ground.is_far(host.name))
+
+    def _command(self, replica: Replica) -> Command:
+        declared = self._ground.topology.hosts[replica.host]
+        return spec_for(replica.engine).probe(replica, declared)
 
     def _probed(self, replica: Replica, answer: Answer) -> list[Diagnostic]:
         facts = self.known[replica.name]
         if isinstance(answer, Diagnostic):
             return [self._ground.at_host(answer, replica.host)]
         self.known[replica.name] = msgspec.structs.replace(facts, probe=answer)
-        judged = judge_probe(replica, spec_for(replica.engine), answer, facts.checkpoint)
+        remedy = install(
+            self._command(replica).argv[0],
+            host=replica.host if self._ground.is_far(replica.host) else None,
+            alone=replica.engine is not Engine.MLX,
+        )
+        spec = spec_for(replica.engine)
+        judged = judge_probe(replica, spec, answer, facts.checkpoint, remedy=remedy)
         return [self._ground.at_host(d, replica.host) for d in judged]
 
     def _fingerprints(self, host: RuntimeHost) -> dict[str, Content]:

@@ -11,11 +11,13 @@ import msgspec
 
 from pdctl import __version__
 from pdctl.engines.interface import Command, EngineSpec, Probe
+from pdctl.engines.registry import spec_for
 from pdctl.errors import HostError
+from pdctl.runtime.hosts.installing import IN_ENGINES, install
 from pdctl.runtime.hosts.interface import Completed, RuntimeHost
 from pdctl.topology.checkpoint import Checkpoint
 from pdctl.topology.diagnostics import Diagnostic
-from pdctl.topology.model import Replica
+from pdctl.topology.model import Engine, Replica
 
 PROBE_TIMEOUT_S = 120.0
 
@@ -23,15 +25,19 @@ Task = tuple[Replica, RuntimeHost, Command]
 Answer = Probe | Diagnostic
 
 
-def run_probes(tasks: Sequence[Task]) -> dict[str, Answer]:
-    """Replica → what its probe printed, or why there is nothing. Equal probes run once."""
+def run_probes(tasks: Sequence[Task], *, far: bool) -> dict[str, Answer]:
+    """Replica → what its probe printed, or why there is nothing. Equal probes run once.
+
+    Args:
+        far: their host is another machine.
+    """
     keys = {r.name: (host.name, msgspec.json.encode(command)) for r, host, command in tasks}
     distinct = {keys[r.name]: (host, command) for r, host, command in tasks}
     with ThreadPoolExecutor(2, thread_name_prefix="pdctl-probe") as pool:
         answers = dict(
             zip(distinct, pool.map(lambda task: _run(*task), distinct.values()), strict=True)
         )
-    return {r.name: _read(r, command, answers[keys[r.name]]) for r, _, command in tasks}
+    return {r.name: _read(r, command, answers[keys[r.name]], far) for r, _, command in tasks}
 
 
 def _run(host: RuntimeHost, command: Command) -> Completed | HostError:
@@ -41,7 +47,7 @@ def _run(host: RuntimeHost, command: Command) -> Completed | HostError:
         return error
 
 
-def _read(replica: Replica, command: Command, answer: Completed | HostError) -> Answer:
+def _read(replica: Replica, command: Command, answer: Completed | HostError, far: bool) -> Answer:
     python = command.argv[0]
     subject = f'replica "{replica.name}"'
     if isinstance(answer, HostError):
@@ -58,7 +64,8 @@ def _read(replica: Replica, command: Command, answer: Completed | HostError) -> 
     said = answer.stderr.decode("utf-8", "replace").strip()
     last = said.splitlines()[-1] if said else f"exit status {answer.returncode}"
     missing = re.search(r"No module named '?([\w]+)", last)
-    hint = f"{python} -m pip install 'pdctl[{replica.engine}]'" if missing else None
+    where = replica.host if far else None
+    hint = _missing(python, replica.engine, missing[1], where) if missing else None
     return Diagnostic(
         code="host.probe",
         summary=f"{subject}: {python} can't run {replica.engine}: {last[:300]}",
@@ -69,11 +76,36 @@ def _read(replica: Replica, command: Command, answer: Completed | HostError) -> 
     )
 
 
+def _missing(python: str, engine: Engine, module: str, host: str | None) -> str | None:
+    """What brings a module into a replica's environment; None: one of the engine's own.
+
+    Args:
+        host: as of `install`.
+    """
+    if engine is Engine.MLX:
+        return install(python, host=host, extra="mlx")
+    if module in ("pdctl", *IN_ENGINES):
+        return install(python, host=host, alone=True)
+    if module != engine:
+        return None
+    oldest, below = spec_for(engine).supported
+    return f"{python} -m pip install '{engine}>={oldest},<{below}'"
+
+
 def judge_probe(
-    replica: Replica, spec: EngineSpec, probe: Probe, checkpoint: Checkpoint | None
+    replica: Replica,
+    spec: EngineSpec,
+    probe: Probe,
+    checkpoint: Checkpoint | None,
+    *,
+    remedy: str,
 ) -> list[Diagnostic]:
-    """What a probe's answer means: versions, effective values, what the engine can't do."""
-    found = list(_versions(replica, spec, probe))
+    """What a probe's answer means: versions, effective values, what the engine can't do.
+
+    Args:
+        remedy: what brings this very pdctl into that environment.
+    """
+    found = list(_versions(replica, spec, probe, remedy))
     effective = probe.effective or {}
     differing = []
     if checkpoint is not None:
@@ -133,7 +165,9 @@ def _misread(
     )
 
 
-def _versions(replica: Replica, spec: EngineSpec, probe: Probe) -> Iterator[Diagnostic]:
+def _versions(
+    replica: Replica, spec: EngineSpec, probe: Probe, remedy: str
+) -> Iterator[Diagnostic]:
     oldest, below = spec.supported
     subject = f'replica "{replica.name}"'
     if not release(oldest) <= release(probe.engine_version) < release(below):
@@ -151,7 +185,7 @@ def _versions(replica: Replica, spec: EngineSpec, probe: Probe) -> Iterator[Diag
             f"and this is {__version__}",
             replica=replica.name,
             field="python",
-            hint=f"install pdctl {__version__} there",
+            hint=f"the same version on both: {remedy}",
         )
 
 

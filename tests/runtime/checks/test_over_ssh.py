@@ -207,7 +207,8 @@ def test_an_engine_that_is_missing_there_is_named(
     assert error["replica"] == "d0"
     assert "No module named" in error["summary"]
     assert error["summary"].endswith("(on studio)")
-    assert error["hint"] == f"{bare} -m pip install 'pdctl[mlx]'"
+    assert f"to studio, and there: {bare} -m pip install './" in error["hint"]
+    assert error["hint"].endswith("[mlx]'")
 
 
 def test_a_data_port_that_is_taken_there_is_named(pdctl: Pdctl, address: str) -> None:

@@ -252,7 +252,7 @@ def test_an_interpreter_without_pdctl_is_named(far: sshd.Machines, tmp_path: Pat
     python = str(tmp_path / "bare" / "bin" / "python")
     error = refused(far["gpu1"].host(python=python))
     assert f"{python} there ended with exit code 1: " in error.message
-    assert f"{python} -m pip install pdctl=={__version__}" in (error.hint or "")
+    assert f"to gpu1, and there: {python} -m pip install ./" in (error.hint or "")
 
 
 @pytest.mark.ssh

@@ -42,6 +42,7 @@ from gpu_cluster import Fleet, System, fleet, members
 from gpu_engines import Server, Site, ordinary
 from gpu_options import UP_SHARE, each_shape, parser_of, site_of, split
 from gpu_report import closing, grid, write
+from gpu_targets import targets
 from gpu_ways import Direct, Named, Routed, Way
 
 from pdctl.runtime.bench.client import Client
@@ -187,13 +188,16 @@ class Run:
 
     def write(self) -> None:
         options, left_out = self._options, self._budget.left_out
+        held = targets(self._found)
         measured = {
             "up_s": self._up_s,
             "ways": self._found,
+            "targets": [{**each._asdict(), "met": each.met} for each in held],
             "left_out": left_out,
             "failed": self._failed,
         }
-        lines = [*table(self._shape, self._found, options), *closing(left_out, self._failed)]
+        lines = [*table(self._shape, self._found, options), "", *(f"- {each}" for each in held)]
+        lines += closing(left_out, self._failed)
         variant = f"{self._shape}-{'-'.join(options.engines)}"
         write("gpu_load", variant, __doc__ or "", options, measured, lines)
 

@@ -9,10 +9,13 @@ Of each engine two clusters of two ordinary replicas run, one with a page store 
     store      on, the second replica, once the store has the pages: taken from there
 
 `none` and `cold on` take turns at being first; what sharing costs a cold document is the median of
-their differences within rounds, with its bootstrap interval, against 5 %. Then conversations: 16
+their differences within rounds, with its bootstrap interval, against 5 %. Conversations: 16
 clients, each with a document of its own and further questions behind it, through the router, by
 `policy = "round_robin"` and `"prefix"` in turn, with sharing off and on; `hit_rate` is the share of
 the later turns' prompt tokens that no replica computed.
+
+Conversations of the engines in --talking come first, then documents, length after length, engine
+after engine; --parts takes one of the two.
 
     python bench/gpu_sharing.py --engines vllm,sglang,mlx --vllm-python PYTHON ... \\
         --tokenizer CHECKPOINT
@@ -25,6 +28,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import os
 import sys
 import time
@@ -49,6 +53,7 @@ from pdctl.topology.model import PAGE_TOKENS
 
 STORE = {"cuda": "8GiB", "cpu": "256MiB"}
 COLD_BOUND, WARM_BOUND = 0.05, 1.3
+PARTS = ("conversations", "documents")
 POLICIES = ("round_robin", "prefix")
 STORED_S = 10.0
 POLL_S = 0.02
@@ -140,11 +145,10 @@ class Run:
         with fleet(self._site, wanted, wait_s=budget.left_s * UP_SHARE) as started:
             up = [e for e in options.engines if self._pair(started, e) is not None]
             try:
-                for number, engine in enumerate(up):
-                    some = budget.part(1 / (2 * len(up) - number))
-                    asyncio.run(self._asked(started, engine, some))
-                for number, engine in enumerate(up):
-                    self._conversed(started, engine, budget.part(1 / (len(up) - number)))
+                if "conversations" in options.parts:
+                    self._talks(started, [e for e in options.talking if e in up])
+                if "documents" in options.parts:
+                    asyncio.run(self._reads(started, up))
             finally:
                 self.write(started)
 
@@ -152,24 +156,40 @@ class Run:
         off, on = (started.targets.get(f"{engine}-{way}-{RUN}") for way in ("off", "on"))
         return None if off is None or on is None else (off, on)
 
-    async def _asked(self, started: Fleet, engine: str, budget: Budget) -> None:
-        pair = self._pair(started, engine)
-        assert pair is not None
+    def _talks(self, started: Fleet, engines: Sequence[str]) -> None:
+        share = self._options.talking_share if "documents" in self._options.parts else 1.0
+        budget = self._budget.part(share)
+        for number, engine in enumerate(engines):
+            self._conversed(started, engine, budget.part(1 / (len(engines) - number)))
+
+    async def _reads(self, started: Fleet, engines: Sequence[str]) -> None:
+        cells = list(itertools.product(self._options.lens, engines))
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-            for number, tokens in enumerate(self._options.lens):
-                some = budget.part(1 / (len(self._options.lens) - number))
-                documents, round_s = Documents(engine, *pair), 0.0
-                for turn in range(WARM_UPS + self._options.rounds):
-                    cell = f"{engine}, {tokens} tokens, from round {turn} on"
-                    if not some.allows(cell, round_s):
-                        break
-                    began_s = time.monotonic()
-                    key = f"{turn}/{time.monotonic_ns()}"
-                    await documents.round(session, self._source.prompt(tokens, key), key, turn)
-                    round_s = time.monotonic() - began_s
-                found = documents.figures()
-                self.documents.setdefault(engine, {})[tokens] = found
-                print(f"{engine}, {tokens} tokens: {_brief(found)}", flush=True)
+            for number, (tokens, engine) in enumerate(cells):
+                pair = self._pair(started, engine)
+                assert pair is not None
+                some = self._budget.part(1 / (len(cells) - number))
+                await self._read(session, Documents(engine, *pair), engine, tokens, some)
+
+    async def _read(
+        self,
+        session: aiohttp.ClientSession,
+        documents: Documents,
+        engine: str,
+        tokens: int,
+        budget: Budget,
+    ) -> None:
+        round_s = 0.0
+        for turn in range(WARM_UPS + self._options.rounds):
+            if not budget.allows(f"{engine}, {tokens} tokens, from round {turn} on", round_s):
+                break
+            began_s = time.monotonic()
+            key = f"{turn}/{time.monotonic_ns()}"
+            await documents.round(session, self._source.prompt(tokens, key), key, turn)
+            round_s = time.monotonic() - began_s
+        found = documents.figures()
+        self.documents.setdefault(engine, {})[tokens] = found
+        print(f"{engine}, {tokens} tokens: {_brief(found)}", flush=True)
 
     def _conversed(self, started: Fleet, engine: str, budget: Budget) -> None:
         seen_s = 0.0
@@ -248,7 +268,15 @@ def parsed(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--turn-tokens", type=int, default=1024)
     parser.add_argument("--output-len", type=int, default=32)
-    return split(parser, words)
+    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--talking", help="engines of the conversations; else the first one")
+    parser.add_argument(
+        "--talking-share", type=float, default=0.35, help="of the time, where there are both parts"
+    )
+    options = split(parser, words)
+    options.parts = options.parts.split(",")
+    options.talking = options.talking.split(",") if options.talking else options.engines[:1]
+    return options
 
 
 def main() -> int:

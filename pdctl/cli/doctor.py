@@ -58,7 +58,7 @@ def _asked(target: str) -> Asked:
     path = Path(target).expanduser()
     if path.is_file() or os.sep in target or path.suffix:
         draft = read(path)
-        return Asked(draft.topology, check_file(draft, None), own_plan(path))
+        return Asked(draft.topology, check_file(draft), own_plan(path))
     _, record = running(target)
     return Asked(record.topology, [], record.plan)
 

@@ -34,18 +34,25 @@ def check(topology: Topology, *, partial: bool = False) -> list[Diagnostic]:
     return found
 
 
-def check_environment(topology: Topology, environ: Mapping[str, str]) -> list[Diagnostic]:
-    """What the file needs from the environment of whoever launches."""
+def check_environment(
+    topology: Topology, environ: Mapping[str, str], severity: Severity = Severity.ERROR
+) -> list[Diagnostic]:
+    """What the file needs from the environment of whoever launches.
+
+    Args:
+        severity: of what is missing there.
+    """
     name = topology.router.api_key_env
     if name is None or environ.get(name, "").strip():
         return []
     state = "empty" if name in environ else "not set"
     return [
         Diagnostic(
+            severity=severity,
             code="topology.api_key_unset",
             summary=f"router: the environment variable {name} is {state}",
             field="router.api_key_env",
-            hint=f"export {name}=…, or leave api_key_env away",
+            hint=f"export {name}=… before `up`, or leave api_key_env away",
         )
     ]
 

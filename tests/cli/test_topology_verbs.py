@@ -124,6 +124,17 @@ def test_missing_files_are_named(pdctl: Any, file: Path, tmp_path: Path) -> None
     assert 'error: replica "p0": there is no directory /models/tiny' in done.err
 
 
+def test_a_key_that_is_not_set_matters_to_a_launch_alone(pdctl: Any, file: Path) -> None:
+    """A warning where the file alone is checked, else an error."""
+    file.write_text(edited("[router]", '[router]\napi_key_env = "ABSENT_KEY"'))
+    words = "router: the environment variable ABSENT_KEY is not set"
+    for verb in ("validate", "plan"):
+        done = pdctl(verb, file, "--offline")
+        assert (done.code, f"warning: {words}" in done.err) == (0, True)
+    done = pdctl("validate", file)
+    assert (done.code, f"error: {words}" in done.err) == (2, True)
+
+
 def test_all_problems_come_in_one_pass(pdctl: Any, file: Path) -> None:
     """Nine faults in one file: nine errors in one report, in Terraform's shape."""
     text = GOOD.replace("[router]", "[router]\nbnd = 1\npolicy = 3")

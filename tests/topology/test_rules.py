@@ -141,6 +141,14 @@ def test_the_key_must_be_in_the_environment() -> None:
     assert "empty" in rules.check_environment(topology, {"KEY": " "})[0].summary
 
 
+def test_where_nothing_is_launched_a_missing_key_is_a_warning() -> None:
+    topology, _ = loads(edited("[router]", '[router]\napi_key_env = "KEY"'))
+    assert topology is not None
+    (found,) = rules.check_environment(topology, {}, Severity.WARNING)
+    assert found.severity is Severity.WARNING
+    assert found.hint == "export KEY=… before `up`, or leave api_key_env away"
+
+
 def contract(context_length: int = 2048) -> Contract:
     return Contract(
         weights="w",

@@ -55,16 +55,21 @@ def validate(
     makes is closed when it returns.
 
     Args:
-        offline: the file alone; no host is touched, and no checkpoint is read.
+        offline: the file alone; no host is touched, and no checkpoint is read. What the
+            environment lacks for a launch is a warning then.
         environ: the launching process's environment; its own by default.
         reach: how to get to the hosts.
         kept: this very cluster's plan, where it runs: what stays keeps its ports, and none of
             them is a clash.
     """
     draft = read(path)
-    found = check_file(draft, os.environ if environ is None else environ)
+    found = check_file(draft)
     if draft.topology is None:
         return Validation(report=Report.of(found))
+    unset = Severity.WARNING if offline else Severity.ERROR
+    found += rules.check_environment(
+        draft.topology, os.environ if environ is None else environ, unset
+    )
     if offline:
         report = Report.of(found)
         topology = draft.topology if report.valid else None
@@ -75,9 +80,8 @@ def validate(
         return examine(ground, found)
 
 
-def check_file(draft: Draft, environ: Mapping[str, str] | None) -> list[Diagnostic]:
-    """Everything that the file alone shows: fields, rules, engine options; and what it needs
-    from the environment, unless that is None."""
+def check_file(draft: Draft) -> list[Diagnostic]:
+    """Everything that the file alone shows: fields, rules, engine options."""
     found = list(draft.diagnostics)
     topology = draft.topology
     if topology is None:
@@ -90,7 +94,7 @@ def check_file(draft: Draft, environ: Mapping[str, str] | None) -> list[Diagnost
         if replica.role is Role.BOTH and replica.host in sharing:
             told += check_shared(replica, spec.not_with_sharing)
         found += [_placed(d, index) for d in told]
-    return found if environ is None else found + rules.check_environment(topology, environ)
+    return found
 
 
 def _placed(diagnostic: Diagnostic, index: int) -> Diagnostic:

@@ -5,7 +5,8 @@ tenth on every path alike. So the router counts UTF-8 bytes, which is cheap, and
 every answer's `usage` how many tokens they are: a straight line per kind of request (a chat's
 template adds the same tokens to each). Bytes rather than characters, since an alphabet with
 long encodings has more tokens per character, and about as many per byte. A prompt of token ids
-is exact. What is tokenised is never waited for, and no tokenizer is loaded.
+is exact. No tokenizer is loaded for this; where the policy has read a prompt, its count is taken
+instead of one from here.
 """
 
 from __future__ import annotations

@@ -95,8 +95,7 @@ class Judge:
 
     def decide(self, ask: Ask, paths: Sequence[Path]) -> tuple[Path, Decision]:
         """Raises ValueError where there is no path."""
-        tokens = self.lengths.tokens(ask.body)
-        now_s = monotonic_s()
+        tokens, now_s = self._tokens(ask), monotonic_s()
         options = [self._option(path, ask, tokens, now_s) for path in paths]
         decision = self.decider.decide(options, tokens)
         self.recent.append(
@@ -120,6 +119,10 @@ class Judge:
             extrapolated=self.book.extrapolates(path.text, left),
         )
 
+    def _tokens(self, ask: Ask) -> int:
+        """Of its prompt: as it was read, else by its bytes."""
+        return ask.prompt_tokens or self.lengths.tokens(ask.body)
+
     def expected_s(self, path: str, tokens: int) -> float | None:
         """On replicas that do nothing else, now."""
         return self.book.expected_s(path, tokens, time.time())
@@ -129,7 +132,7 @@ class Judge:
     @contextmanager
     def timing(self, path: Path, ask: Ask, delivery: Delivery) -> Iterator[Timed]:
         """Times one try; what it took is kept where the block ends without an error."""
-        name, tokens, now_s = path.text, self.lengths.tokens(ask.body), monotonic_s()
+        name, tokens, now_s = path.text, self._tokens(ask), monotonic_s()
         waits = self.queues.waits(name, now_s)
         cost_s = self.expected_s(name, tokens) if self.decides else None
         tells = ask.stream or path.prefill is not None

@@ -86,6 +86,8 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     """What the prefill leg's body has besides; a canary's."""
     keys: tuple[bytes, ...] = ()
     """Of its prompt's full pages, where the policy goes by them."""
+    prompt_tokens: int | None = None
+    """As its engines will count them; None where nothing had to read the prompt."""
     purpose: Purpose = Purpose.CLIENT
 
 

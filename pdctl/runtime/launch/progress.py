@@ -40,7 +40,8 @@ class Progress:
         if router is not None and router.state != "stopped":
             self._tell(Stage.ROUTER, "router", router.state, router.cause or router.url, router.pid)
         for path in (*snapshot.pairs, *snapshot.replicas):
-            self._tell(Stage.PAIR, text_of(path), path.state, path.cause, None)
+            stage = Stage.PATH if path.prefill == path.decode else Stage.PAIR
+            self._tell(stage, text_of(path), path.state, path.cause, None)
 
     def _tell(
         self, stage: Stage, subject: str, state: str, detail: str | None, pid: int | None

@@ -42,6 +42,9 @@ def assert_nothing_left(state: StateDir, record: ClusterRecord) -> None:
     assert all(p.suffix == ".log" for p in state.logs.iterdir())
 
 
+PATHS = (Stage.PAIR, Stage.PATH)
+
+
 async def test_a_launch_ends_with_every_path_canaried(tmp_path: Path) -> None:
     """Agent, replicas, router, canaries, in that order; then down leaves logs only."""
     events: list[LaunchEvent] = []
@@ -53,7 +56,7 @@ async def test_a_launch_ends_with_every_path_canaried(tmp_path: Path) -> None:
         assert state.read() == running
         stages = [e.stage for e in events if e.state == "ready"]
         assert stages == sorted(stages, key=list(Stage).index)
-        paths = {e.subject for e in events if e.stage is Stage.PAIR and e.state == "ready"}
+        paths = {e.subject for e in events if e.stage in PATHS and e.state == "ready"}
         assert paths == {"p0>d0", "o0"}
         stopped: list[LaunchEvent] = []
         assert await take_down(state, running, stopped.append) == ()

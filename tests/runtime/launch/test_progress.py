@@ -1,10 +1,11 @@
-"""What a launch tells of page stores, and when one ends it."""
+"""What a launch tells of its stages, and when one ends it."""
 
 from __future__ import annotations
 
 import msgspec
 import pytest
 
+from pdctl.engines.channel import PairState
 from pdctl.runtime.agent.stores import StoreState
 from pdctl.runtime.agent.view import Snapshot
 from pdctl.runtime.launch.events import LaunchEvent, Stage
@@ -28,6 +29,19 @@ def test_a_store_is_told_once_per_state() -> None:
     assert [(event.stage, event.subject, event.state) for event in told] == [
         (Stage.STORE, "store-gpu1", "starting"),
         (Stage.STORE, "store-gpu1", "ready"),
+    ]
+
+
+def test_only_a_pairs_canary_is_called_a_pairs() -> None:
+    """An ordinary replica that answers alone is a path of its own."""
+    told: list[LaunchEvent] = []
+    pair = PairState(prefill="p0", decode="d0", transport="tcp", state="ready")
+    alone = PairState(prefill="o0", decode="o0", transport="", state="canary", cause="it runs")
+    shown = msgspec.structs.replace(picture(state="stopped"), pairs=(pair,), replicas=(alone,))
+    Progress(told.append).show(shown)
+    assert [(event.stage, event.subject, event.state) for event in told] == [
+        (Stage.PAIR, "p0>d0", "ready"),
+        (Stage.PATH, "o0", "canary"),
     ]
 
 

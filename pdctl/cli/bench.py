@@ -15,7 +15,7 @@ from pdctl.cli.arguments import ClusterUnlessComparing
 from pdctl.errors import ClusterError, PdctlError, UsageError
 from pdctl.runtime.bench.columns import columns
 from pdctl.runtime.bench.compare import compare as compare_runs
-from pdctl.runtime.bench.compare import comparison_table, newest_run
+from pdctl.runtime.bench.compare import comparison_table, newest_runs
 from pdctl.runtime.bench.folder import save_points, save_report, writable
 from pdctl.runtime.bench.goodput import objectives
 from pdctl.runtime.bench.links import Link, measure_links
@@ -146,7 +146,7 @@ def _compare(topology: str | None, before: Path, after: Path, *, as_json: bool) 
             f"--compare measures nothing and takes no TOPOLOGY: {topology}",
             hint="for example: pdctl bench --compare results-before results-after",
         )
-    found = compare_runs(*(newest_run(folder.expanduser()) for folder in (before, after)))
+    found = compare_runs(*newest_runs(before.expanduser(), after.expanduser()))
     if as_json:
         render.print_json(found)
     else:

@@ -1,6 +1,6 @@
 """Two result folders side by side: medians, their change, and whether it is beyond the scatter.
 
-Pure but for `newest_run`.
+Pure but for `newest_runs` and `newest_run`.
 """
 
 from __future__ import annotations
@@ -53,6 +53,17 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     changes: tuple[Change, ...]
     notes: tuple[str, ...]
     """What else differs between the runs, and cells that only one of them has."""
+
+
+def newest_runs(before: Path, after: Path) -> tuple[tuple[Point, ...], tuple[Point, ...]]:
+    """Of two folders; UsageError where they are one, or as `newest_run`."""
+    if before.resolve() == after.resolve():
+        raise UsageError(
+            f"--compare: {before} and {after} are the same folder",
+            hint="keep what is to be compared apart: pdctl bench TOPOLOGY --result-dir AFTER "
+            "--save-result",
+        )
+    return newest_run(before), newest_run(after)
 
 
 def newest_run(directory: Path) -> tuple[Point, ...]:
@@ -118,7 +129,7 @@ def beyond_scatter(before: Sequence[float], after: Sequence[float]) -> bool | No
 
 
 def comparison_table(found: Comparison) -> RenderableType:
-    table = Table(title="medians (ms)", title_justify="left")
+    table = Table(title="medians (ms)", title_justify="left", box=None, pad_edge=False)
     for name in (
         "tokens",
         "conc.",

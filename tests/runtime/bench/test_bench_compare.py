@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import random
 from pathlib import Path
 
@@ -11,7 +12,13 @@ from rich.console import Console
 from runtime.bench.bench_points import RUN, cells, good, sample, turn
 
 from pdctl.errors import UsageError
-from pdctl.runtime.bench.compare import beyond_scatter, compare, comparison_table, newest_run
+from pdctl.runtime.bench.compare import (
+    beyond_scatter,
+    compare,
+    comparison_table,
+    newest_run,
+    newest_runs,
+)
 from pdctl.runtime.bench.folder import save_points
 from pdctl.runtime.bench.summary import Point
 
@@ -95,6 +102,25 @@ def test_of_several_runs_in_a_folder_the_newest_is_taken(tmp_path: Path) -> None
     save_points(tmp_path, RUN, good())
     save_points(tmp_path, later, [msgspec.structs.replace(p, date=later.date) for p in good()])
     assert {p.date for p in newest_run(tmp_path)} == {"20270101-000000"}
+
+
+def test_a_folder_is_not_compared_with_itself(tmp_path: Path) -> None:
+    """Under another name, too: nothing would differ, and it would look like a finding."""
+    again = tmp_path / "again"
+    again.symlink_to(tmp_path)
+    for after in (tmp_path, again):
+        with pytest.raises(UsageError, match="are the same folder") as caught:
+            newest_runs(tmp_path, after)
+        assert caught.value.exit_code == 2
+
+
+def test_the_table_has_no_lines_drawn_around_it() -> None:
+    """Into a file, as on a terminal: columns that are aligned, and characters that are there."""
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(comparison_table(compare(good(), good())))
+    text = console.export_text()
+    assert not set(text) & set("│┃─━┏┓└┘")
+    assert text.splitlines()[1].split()[:4] == ["tokens", "conc.", "path", "metric"]
 
 
 def test_a_folder_without_results_and_a_broken_file_are_named(tmp_path: Path) -> None:

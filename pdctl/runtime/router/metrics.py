@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -26,6 +27,8 @@ GAUGES = frozenset(
 SCALARS = tuple(
     name for name in Counters.__struct_fields__ if name not in ("failures", "phases", *INNER)
 )
+_HEADING = re.compile(rb"^# (HELP|TYPE) (pdctl_(?!router_)\w+)_total ", re.MULTILINE)
+"""Of a replica's or a pair's counter: prometheus-client appends what their names don't have."""
 _BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
 
 
@@ -107,7 +110,7 @@ class Meter:
             self._failed.labels(failure.leg, failure.replica or "", failure.code or "").inc()
 
     def text(self) -> bytes:
-        return generate_latest(self._registry)
+        return _HEADING.sub(rb"# \1 \2 ", generate_latest(self._registry))
 
 
 class _Replicas(Collector):
@@ -136,7 +139,7 @@ class _Replicas(Collector):
 
     def _causes(self, seats: Iterable[Seat]) -> Metric:
         name = "pdctl_handoffs_failed_by_cause"
-        family = Metric(name, "handoffs_failed of one replica, by cause.", "unknown")
+        family = Metric(name, "handoffs_failed of one replica, by cause.", "counter")
         for seat in seats:
             for cause, count in seat.state.counters.failures.items():
                 family.add_sample(name, {"replica": seat.name, "cause": cause}, count)
@@ -194,4 +197,4 @@ def _buckets(histogram: counters.Histogram) -> list[tuple[str, float]]:
 
 
 def _kind(name: str) -> str:
-    return "gauge" if name in GAUGES else "unknown"
+    return "gauge" if name in GAUGES else "counter"

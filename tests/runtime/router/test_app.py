@@ -9,10 +9,12 @@ import json
 import aiohttp
 import anyio
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from runtime.router.cluster import CHAT, COMPLETION, MODEL, STREAM, cluster, eventually
 from runtime.router.fakes import chunk_of, events_of, fails, stalls_then, streams
 
-from pdctl.handoff.counters import BUCKETS_S, Counters, Histogram, PairCounters
+from pdctl.handoff.counters import BUCKETS_S, COUNTED, Counters, Histogram, PairCounters
+from pdctl.runtime.router.metrics import GAUGES, SCALARS
 from pdctl.runtime.router.request import MAX_BODY_BYTES
 
 pytestmark = pytest.mark.anyio
@@ -261,6 +263,25 @@ async def test_metrics_have_the_designs_names() -> None:
         assert 'cause="truncated",leg="decode",replica="d0"} 1' in text
         assert 'pdctl_router_ttft_seconds_count{path="p0>d0"} 1' in text
         assert 'pdctl_path_ready{path="p0>d0"} 1' in text
+
+
+async def test_every_metric_has_its_type() -> None:
+    """As Prometheus reads them: what only grows is a counter, under the name of its samples."""
+    async with cluster("p0 d0") as c:
+        c["p0"].counters = Counters(failures={"expired": 1})
+        await c.ask(CHAT)
+        text = await (await c.http.get(c.url("/metrics"))).text()
+    families = {f.name: f for f in text_string_to_metric_families(text)}
+    assert {f.name for f in families.values() if f.type == "unknown"} == set()
+    gauges = {name for name, f in families.items() if f.type == "gauge"}
+    assert {f"pdctl_{name}" for name in GAUGES} - {"pdctl_round_trip_s"} <= gauges
+    counted = {name for name, f in families.items() if f.type == "counter"}
+    assert counted >= {
+        *(f"pdctl_{name}" for name in set(SCALARS) - GAUGES),
+        *(f"pdctl_pair_{name}" for name in set(COUNTED) - GAUGES),
+        "pdctl_handoffs_failed_by_cause",
+        "pdctl_router_requests",
+    }
 
 
 async def test_no_answer_names_the_libraries_behind_it() -> None:

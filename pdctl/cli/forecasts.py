@@ -5,6 +5,7 @@ from __future__ import annotations
 from pdctl.cli import render
 from pdctl.runtime.cluster.costs import stored_costs
 from pdctl.runtime.cost.forecast import Cell, Forecast, PairForecast, forecast
+from pdctl.runtime.cost.record import replicas_of
 from pdctl.runtime.router.policy import pinnable_paths
 from pdctl.topology.model import Role, Topology
 from pdctl.topology.plan import Plan
@@ -41,6 +42,8 @@ def show_forecast(found: Forecast, cluster: str) -> None:
         console.print(table)
         console.print("(n): by so many requests of about that length; ~ far beyond all of them")
     for pair in found.pairs:
+        if _told_below(found, pair):
+            continue
         console.print(pair.words, soft_wrap=True)
         costs = _handoff(pair)
         if costs:
@@ -51,6 +54,12 @@ def show_forecast(found: Forecast, cluster: str) -> None:
             f"`pdctl bench {cluster}`; every request counts",
             soft_wrap=True,
         )
+
+
+def _told_below(found: Forecast, pair: PairForecast) -> bool:
+    """All that could be said of it is that something was not measured."""
+    decode = replicas_of(pair.path)[-1]
+    return pair.path in found.unmeasured or (pair.alone is None and decode in found.unmeasured)
 
 
 def _handoff(pair: PairForecast) -> str:

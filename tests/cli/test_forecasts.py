@@ -68,6 +68,8 @@ def test_where_nothing_was_measured_plan_says_so_and_how(
     out = told(capsys, "plan", file, "--offline")
     assert "predicted" not in out
     assert "not measured yet: d0, p0>d0. After `pdctl up`, run `pdctl bench studio`" in out
+    assert out.count("p0>d0. ") == 1
+    assert "nothing is known" not in out
 
 
 def test_plan_predicts_what_was_measured_and_says_why_a_split_does_not_pay(

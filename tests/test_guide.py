@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
+import enum
 import re
 import textwrap
+import typing
 from pathlib import Path
 
+import msgspec
 import pytest
 from cases import read_cases
 
@@ -14,11 +17,22 @@ from pdctl import errors
 from pdctl.errors import HANDOFF_CAUSES, HandoffError, PdctlError
 from pdctl.runtime.router.advice import HINTS
 from pdctl.runtime.router.failure import ENGINE_ERROR
+from pdctl.topology import grammar, model
 from pdctl.topology.load import load
 from pdctl.topology.model import Replica
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+TOPOLOGY = (ROOT / "docs" / "topology.md").read_text()
+TABLES: dict[str, tuple[grammar.Table, type[msgspec.Struct]]] = {
+    "": (grammar.TOP, model.Topology),
+    "[model]": (grammar.MODEL, model.Model),
+    "[handoff]": (grammar.HANDOFF, model.Handoff),
+    "[sharing]": (grammar.SHARING, model.Sharing),
+    "[router]": (grammar.ROUTER, model.Router),
+    "[hosts.NAME]": (grammar.HOST, model.Host),
+    "[[replicas]]": (grammar.REPLICA, model.Replica),
+}
 ERRORS = (ROOT / "docs" / "errors.md").read_text()
 TROUBLE = (ROOT / "docs" / "troubleshooting.md").read_text()
 ROUTER = ROOT / "pdctl" / "runtime" / "router"
@@ -65,6 +79,20 @@ def statuses() -> set[int]:
         if isinstance(node, ast.Constant) and type(node.value) is int
     }
     return numbers & set(range(400, 600))
+
+
+def keys_of_the_page() -> dict[str, dict[str, str]]:
+    """Table of a topology file → key → its row in topology.md."""
+    rows = TOPOLOGY.partition("| key | left away | |\n|---|---|---|\n")[2].partition("\n\n")[0]
+    found: dict[str, dict[str, str]] = {"": {}}
+    for row in rows.splitlines():
+        first = row.split(" | ")[0]
+        named = re.findall(r"`([^`]+)`", first)
+        if "**" in first:
+            found[named[0]] = {}
+        else:
+            found[list(found)[-1]] |= dict.fromkeys(named, row)
+    return found
 
 
 def topologies() -> list[str]:
@@ -139,6 +167,28 @@ def test_a_topology_of_the_guide_is_valid(text: str, tmp_path: Path) -> None:
     topology, found = load(file)
     assert found == []
     assert topology is not None
+
+
+def test_the_guide_has_every_key_of_a_topology() -> None:
+    """Each in its table, and no other; what a table is read into has the same."""
+    page = keys_of_the_page()
+    assert list(page) == list(TABLES)
+    for table, (known, struct) in TABLES.items():
+        listed = set(page[table])
+        if table == "":
+            listed |= {re.findall(r"\w+", name)[0] for name in page if name}
+        assert listed == set(known), table
+        assert set(struct.__struct_fields__) - {"name"} == set(known) - {"name"}, table
+
+
+def test_the_guide_has_every_value_of_a_choice() -> None:
+    """In the row of its key."""
+    for table, (_, struct) in TABLES.items():
+        for field in msgspec.structs.fields(struct):
+            kinds = {field.type, *typing.get_args(field.type)}
+            for kind in (k for k in kinds if isinstance(k, type) and issubclass(k, enum.Enum)):
+                row = keys_of_the_page()[table][field.name]
+                assert [v.value for v in kind if f'"{v.value}"' not in row] == [], field.name
 
 
 def test_the_guide_names_every_port_of_a_plan() -> None:

@@ -52,9 +52,14 @@ class Affinity:
         self._contract = assignment.contract.digest
         self._prefixes.shared = sharing(assignment.plan)
 
+    @property
+    def reads(self) -> bool:
+        """Whether prompts are read."""
+        return self._policy is Policy.PREFIX and not self._blind
+
     async def keyed(self, ask: Ask) -> Ask:
-        """With its prompt's length and page keys, where the policy needs and can tell them."""
-        if self._policy is not Policy.PREFIX or self._blind:
+        """With the keys of its prompt's pages, where the policy needs and can tell them."""
+        if not self.reads:
             return ask
         reader = await self._read_by()
         ids = None if reader is None else await reader.read(ask.endpoint, ask.body)
@@ -63,10 +68,9 @@ class Affinity:
         salt = ask.body.get("cache_salt")
         space = Space(contract=self._contract, salt=salt if isinstance(salt, str) else "")
         try:
-            keys = prompt_keys(ids, space).pages
+            return msgspec.structs.replace(ask, keys=prompt_keys(ids, space).pages)
         except ValueError:
-            keys = ()
-        return msgspec.structs.replace(ask, keys=keys, prompt_tokens=len(ids))
+            return ask
 
     async def _read_by(self) -> PromptReader | None:
         async with self._loading:

@@ -50,6 +50,12 @@ class Chooser:
         self._tell = decided
         self._turns = itertools.count()
 
+    def weighs(self, pin: str | None) -> bool:
+        """Whether there is a choice, so that a prompt's pages may matter."""
+        if pin is not None:
+            return False
+        return self._judge.decides or len(preferred(self._roster.ready())) > 1
+
     def pick(self, ask: Ask, pin: str | None, delivery: Delivery) -> Path:
         """The path of a first try.
 

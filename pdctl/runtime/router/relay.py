@@ -1,7 +1,8 @@
 """One request from its checked body to its last byte: path, tries, what is counted.
 
 1. candidates: the pinned path, or the ready ones whose engines honour the body
-2. one of them is chosen (choosing.py); a room and a ticket are minted for it
+2. one of them is chosen (choosing.py); a room and a ticket are minted for it. Where there is no
+   choice, what `policy = "prefix"` reads of the prompt is read while the engines work
 3. both legs start (attempt.py); the answer goes to the delivery
 4. a replica that died before the first byte: one more try on another pair, new room
 """
@@ -28,7 +29,7 @@ from pdctl.runtime.router.affinity import Affinity
 from pdctl.runtime.router.attempt import Attempt
 from pdctl.runtime.router.blame import explained, is_unexplained
 from pdctl.runtime.router.choosing import Chooser
-from pdctl.runtime.router.delivery import Delivery
+from pdctl.runtime.router.delivery import ClientGone, Delivery
 from pdctl.runtime.router.failure import RequestFailed
 from pdctl.runtime.router.judge import Judge
 from pdctl.runtime.router.legs import EngineCall
@@ -93,12 +94,32 @@ class Relay:
             ClientGone: the client closed its connection.
         """
         try:
-            ask = await self._affinity.keyed(ask)
+            weighed = self._chooser.weighs(pin)
+            if weighed:
+                ask = await self._affinity.keyed(ask)
             path = self._chooser.pick(ask, pin, delivery)
         except RequestFailed as failure:
             self._note(failure)
             raise
-        self._affinity.sent(path, ask)
+        if weighed or not self._affinity.reads:
+            self._affinity.sent(path, ask)
+            await self._tried(path, ask, pin, delivery)
+            return
+        failed: RequestFailed | ClientGone | None = None
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._remember, path, ask)
+            try:
+                await self._tried(path, ask, pin, delivery)
+            except (RequestFailed, ClientGone) as failure:
+                failed = failure
+        if failed is not None:
+            raise failed
+
+    async def _remember(self, path: Path, ask: Ask) -> None:
+        """Prompts are read in turn: whoever asks later finds this one."""
+        self._affinity.sent(path, await self._affinity.keyed(ask))
+
+    async def _tried(self, path: Path, ask: Ask, pin: str | None, delivery: Delivery) -> None:
         timeout_s = self._assignment.plan.timeout_s
         try:
             await self.attempt(

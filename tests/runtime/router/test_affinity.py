@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from pathlib import Path
 
 import pytest
-from runtime.router.cluster import Cluster, cluster, eventually
+from runtime.router.cluster import PATIENCE_S, Cluster, cluster, eventually
 from runtime.router.fakes import stalls_then
 from tiny import make_checkpoint
 
-from pdctl.runtime.router.endpoints import CHAT_COMPLETIONS
 from pdctl.runtime.router.prompts import PromptReader
-from pdctl.topology.model import Disaggregate
 
 pytestmark = pytest.mark.anyio
 
@@ -46,18 +45,6 @@ async def test_a_documents_next_question_follows_it(checkpoint: Path) -> None:
         for question in ("when?", "where?", "why?"):
             assert await path_of(c, asks(DOCUMENT, question)) == first
             assert await path_of(c, asks(OTHER, question)) == other
-
-
-async def test_auto_goes_by_the_tokens_that_were_read(checkpoint: Path) -> None:
-    """Not by the prompt's bytes, where the policy has rendered and encoded it."""
-    body = asks(DOCUMENT, "who?")
-    ids = PromptReader(checkpoint).tokens(CHAT_COMPLETIONS, body)
-    assert ids is not None
-    auto = {"disaggregate": Disaggregate.AUTO, "policy": "prefix", "model_dir": checkpoint}
-    async with cluster("o0 o1", **auto) as c:
-        await path_of(c, body)
-        status = await (await c.http.get(c.url("/status"))).json()
-        assert status["decisions"]["latest"][0]["prompt_tokens"] == len(ids)
 
 
 async def test_what_another_computed_under_a_salt_is_not_near(checkpoint: Path) -> None:
@@ -128,3 +115,35 @@ async def test_a_pin_is_obeyed(checkpoint: Path) -> None:
         first = await path_of(c, asks(DOCUMENT, "who?"))
         away = "o1" if first == "o0" else "o0"
         assert await path_of(c, asks(DOCUMENT, "who?"), x_pdctl_path=away) == away
+
+
+@pytest.mark.parametrize(("names", "pin"), [("p0 d0", None), ("o0 o1", "o0")])
+async def test_engines_do_not_wait_for_a_prompt_to_be_read_where_there_is_no_choice(
+    names: str, pin: str | None, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One pair alone, and a pinned path: the engines have the request before the router knows
+    its pages."""
+    asked, reading = threading.Event(), PromptReader.tokens
+
+    def tokens(reader: PromptReader, endpoint: str, body: dict[str, object]) -> list[int] | None:
+        assert asked.wait(PATIENCE_S)
+        return reading(reader, endpoint, body)
+
+    monkeypatch.setattr(PromptReader, "tokens", tokens)
+    async with cluster(names, policy="prefix", model_dir=checkpoint) as c:
+        headers = {} if pin is None else {"x_pdctl_path": pin}
+        running = asyncio.create_task(c.ask(asks(DOCUMENT, "who?"), **headers))
+        first, *_ = c.engines.values()
+        await eventually(lambda: bool(first.bodies))
+        asked.set()
+        assert (await running).status == 200
+
+
+async def test_what_was_pinned_is_remembered(checkpoint: Path) -> None:
+    """Its document's next question follows it, though its pages were read beside it."""
+    async with cluster("o0 o1 o2", policy="prefix", model_dir=checkpoint) as c:
+        for away in ("o1", "o2"):
+            document = f"{away} {DOCUMENT}"
+            assert await path_of(c, asks(document, "who?"), x_pdctl_path=away) == away
+            for question in ("when?", "where?"):
+                assert await path_of(c, asks(document, question)) == away

@@ -58,7 +58,7 @@ class Affinity:
         return self._policy is Policy.PREFIX and not self._blind
 
     async def keyed(self, ask: Ask) -> Ask:
-        """With the keys of its prompt's pages, where the policy needs and can tell them."""
+        """With its prompt's length and page keys, where the policy needs and can tell them."""
         if not self.reads:
             return ask
         reader = await self._read_by()
@@ -68,9 +68,10 @@ class Affinity:
         salt = ask.body.get("cache_salt")
         space = Space(contract=self._contract, salt=salt if isinstance(salt, str) else "")
         try:
-            return msgspec.structs.replace(ask, keys=prompt_keys(ids, space).pages)
+            keys = prompt_keys(ids, space).pages
         except ValueError:
-            return ask
+            keys = ()
+        return msgspec.structs.replace(ask, keys=keys, prompt_tokens=len(ids))
 
     async def _read_by(self) -> PromptReader | None:
         async with self._loading:

@@ -12,7 +12,9 @@ from runtime.router.cluster import PATIENCE_S, Cluster, cluster, eventually
 from runtime.router.fakes import stalls_then
 from tiny import make_checkpoint
 
+from pdctl.runtime.router.endpoints import CHAT_COMPLETIONS
 from pdctl.runtime.router.prompts import PromptReader
+from pdctl.topology.model import Disaggregate
 
 pytestmark = pytest.mark.anyio
 
@@ -45,6 +47,18 @@ async def test_a_documents_next_question_follows_it(checkpoint: Path) -> None:
         for question in ("when?", "where?", "why?"):
             assert await path_of(c, asks(DOCUMENT, question)) == first
             assert await path_of(c, asks(OTHER, question)) == other
+
+
+async def test_auto_goes_by_the_tokens_that_were_read(checkpoint: Path) -> None:
+    """Not by the prompt's bytes, where the policy has rendered and encoded it."""
+    body = asks(DOCUMENT, "who?")
+    ids = PromptReader(checkpoint).tokens(CHAT_COMPLETIONS, body)
+    assert ids is not None
+    auto = {"disaggregate": Disaggregate.AUTO, "policy": "prefix", "model_dir": checkpoint}
+    async with cluster("o0 o1", **auto) as c:
+        await path_of(c, body)
+        status = await (await c.http.get(c.url("/status"))).json()
+        assert status["decisions"]["latest"][0]["prompt_tokens"] == len(ids)
 
 
 async def test_what_another_computed_under_a_salt_is_not_near(checkpoint: Path) -> None:

@@ -31,15 +31,19 @@ class Assembly:
         self._came = [0] * self.pages
         """Layers of each."""
 
-    def take(self, header: Part) -> None:
-        """This piece is one that may come next; raises ProtocolViolation where it is not."""
+    def take(self, header: Part, pages: int = 1) -> None:
+        """This piece is one that may come next, and those of the pages that follow it are;
+        raises ProtocolViolation where it is not."""
         at = header.page - self._first
-        if not 0 <= at < self.pages or header.first_layer != self._came[at]:
+        if not 0 <= at <= self.pages - pages:
+            raise self._out_of_order(header)
+        # no page has more layers than one before it: those between have as many as both
+        if not self._came[at] == header.first_layer == self._came[at + pages - 1]:
             raise self._out_of_order(header)
         after = header.first_layer + header.layers
         if after > (self._came[at - 1] if at else self._layers):
             raise self._out_of_order(header)
-        self._came[at] = after
+        self._came[at : at + pages] = [after] * pages
 
     @property
     def whole(self) -> bool:

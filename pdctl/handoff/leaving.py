@@ -31,8 +31,9 @@ def send_part(link: Link, outbound: Outbound, part: PagePart, *, reads: bool) ->
 def _spread(link: Link, outbound: Outbound, parts: Sequence[PagePart]) -> None:
     runs = [run for part in parts if isinstance(run := outbound.part_bytes(part), Run)]
     spots = tuple(
-        wire.Spot(part.page, part.first_layer, part.layers, run.address)
+        wire.Spot(part.page, part.first_layer, part.layers, run.address, part.pages)
         for part, run in zip(parts, runs, strict=True)
     )
     link.send_spread(outbound.room, runs[0].memory.index, spots)
-    outbound.sent_bytes += sum(run.size for run in runs)
+    layers = sum(part.pages * part.layers for part in parts)
+    outbound.sent_bytes += layers * link.geometry.layer_bytes

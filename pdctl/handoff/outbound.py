@@ -73,7 +73,10 @@ class Outbound(EndsOnce):
         self._reads = None if place is None else place.reads
         self._pages: Pages | None = None
         self._schedule = Schedule(
-            geometry, prompt.tokens, None if place is None else place.piece_bytes
+            geometry,
+            prompt.tokens,
+            None if place is None else place.piece_bytes,
+            together=self.on_device,
         )
         self._computed_at = self.admitted_at
         self._received = 0
@@ -269,7 +272,7 @@ class Outbound(EndsOnce):
         return parts
 
     def part_bytes(self, part: PagePart) -> memoryview | Run:
-        """Those layers of a page, where they lie. May wait for a device."""
+        """Those layers, where they lie. May wait for a device."""
         return piece_of(self.pages(), self._geometry, part)
 
     # -- inside --------------------------------------------------------------------------
@@ -312,7 +315,8 @@ class Outbound(EndsOnce):
 
     def _take_part(self, part: PagePart) -> None:
         self._machine.on(Event.PAGES)
-        self._placed += self.peer is not None and self.peer.reads
+        if self.peer is not None and self.peer.reads:
+            self._placed += part.pages
         if self._pages is not None and not isinstance(self._pages, Run):
             last = part.first_layer + part.layers
             self._pages[part.page, part.first_layer : last, :, part.slots :] = 0

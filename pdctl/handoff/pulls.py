@@ -13,14 +13,16 @@ from collections.abc import Callable, Sequence
 from typing import Generic
 
 import msgspec
+import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from pdctl.errors import HandoffError, ProtocolViolation
 from pdctl.handoff.device import Run
 from pdctl.handoff.link import Link
+from pdctl.handoff.page import PageGeometry
 from pdctl.handoff.sink import Piece
 from pdctl.handoff.slots import Slot, Slots
-from pdctl.handoff.transport.reach import Pull, Reach, Row
+from pdctl.handoff.transport.reach import Pull, Reach, Rows, rows
 from pdctl.handoff.wire import Part
 
 DEPTH = 8
@@ -48,13 +50,37 @@ def is_over(pull: Pull) -> bool:
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """A piece that the sender has placed."""
+    """A piece that the sender has placed; in a device's memory those of the pages that follow it
+    too, a page's bytes apart."""
 
     part: Part
-    row: Row
-    """Where it lies."""
+    address: int
+    device: int
+    size: int
+    """Bytes of each."""
     xxh3: int | None = None
     """None in a device's memory."""
+    pages: int = 1
+
+    @property
+    def whole(self) -> int:
+        """Bytes of all."""
+        return self.size * self.pages
+
+    def rows(self, geometry: PageGeometry) -> Rows:
+        every = geometry.page_bytes
+        return rows(self.address, self.size, self.device, every=every, times=self.pages)
+
+    def split(self, pages: int, geometry: PageGeometry) -> tuple[Asked, Asked]:
+        """The first pages of several, and the others."""
+        part = msgspec.structs.replace(self.part, page=self.part.page + pages)
+        others = msgspec.structs.replace(
+            self,
+            part=part,
+            address=self.address + pages * geometry.page_bytes,
+            pages=self.pages - pages,
+        )
+        return msgspec.structs.replace(self, pages=pages), others
 
 
 class Flight(msgspec.Struct, Generic[Slot], frozen=True):
@@ -73,6 +99,8 @@ class Pulls(ABC, Generic[Slot]):
     """Those of one handoff, in the order in which the sender placed. One thread at a time."""
 
     depth = DEPTH
+    told_every = 32
+    """Pieces: how often the sender of many learns that they were read, before the last one."""
 
     def __init__(self, reach: Reach, slots: Slots[Slot], link: Link) -> None:
         self._reach = reach
@@ -89,8 +117,8 @@ class Pulls(ABC, Generic[Slot]):
 
     def add(self, asked: Asked) -> None:
         """Raises ProtocolViolation for what can't be read into a slot."""
-        if asked.row.size > self._slots.size:
-            raise ProtocolViolation(f"{asked.row.size} bytes placed at once: no slot holds them")
+        if asked.size > self._slots.size:
+            raise ProtocolViolation(f"{asked.size} bytes placed at once: no slot holds them")
         self._waiting.append(asked)
 
     def step(self) -> bool:
@@ -139,22 +167,22 @@ class Pulls(ABC, Generic[Slot]):
         """The oldest has landed."""
 
     @abstractmethod
-    def _next(self) -> int:
-        """How many of those that wait are asked for at once; 0: none yet."""
+    def _next(self) -> Sequence[Asked]:
+        """Takes what is to be asked for at once from those that wait; never empty."""
 
     @abstractmethod
     def _cut(self, slot: Slot, size: int) -> Slot: ...
 
     def _begin(self) -> bool:
-        count = self._next() if len(self._under_way) < self.depth else 0
-        slot = self._slots.take() if count else None
+        begins = self._waiting and len(self._under_way) < self.depth
+        slot = self._slots.take() if begins else None
         if slot is None:
             return False
-        asked = [self._waiting.popleft() for _ in range(count)]
-        rows = [each.row for each in asked]
         try:
-            into = self._cut(slot, sum(row.size for row in rows))
-            pull = self._reach.pull(self._link.card, rows, into)
+            asked = self._next()
+            into = self._cut(slot, sum(each.whole for each in asked))
+            there = [each.rows(self._link.geometry) for each in asked]
+            pull = self._reach.pull(self._link.card, np.concatenate(there), into)
         except BaseException:
             self._slots.give(slot)
             raise
@@ -181,18 +209,18 @@ class HostPulls(Pulls[memoryview]):
         super().__init__(reach, slots, link)
         self._place = place
 
-    def _next(self) -> int:
-        return 1 if self._waiting else 0
+    def _next(self) -> Sequence[Asked]:
+        return [self._waiting.popleft()]
 
     def _cut(self, slot: memoryview, size: int) -> memoryview:
         return slot[:size]
 
     def _take(self, flight: Flight[memoryview]) -> None:
         (asked,) = flight.asked
-        piece = flight.slot[: asked.row.size]
+        piece = flight.slot[: asked.size]
         if xxh3_64_intdigest(piece) != asked.xxh3:
             raise NotAsPlaced(f"page {asked.part.page} is not what was placed")
-        self._landed(asked.row.size)
+        self._landed(asked.size)
         self._place(asked.part, piece)
         self._under_way.popleft()
         self._free_by(0.0, flight.is_over, flight.slot)
@@ -208,6 +236,7 @@ class DevicePulls(Pulls[Run]):
     """
 
     depth = DEVICE_DEPTH
+    told_every = 1024
 
     def __init__(
         self,
@@ -223,17 +252,23 @@ class DevicePulls(Pulls[Run]):
     def wait_while(self, condition: Callable[[], bool]) -> None:
         """Where the stream says more already, and a slot would not be full, that is heard first:
         it is asked for with the rest."""
-        if self._under_way and self._next() == len(self._waiting) and not condition():
+        waiting = sum(asked.whole for asked in self._waiting)
+        if self._under_way and waiting < self._slots.size and not condition():
             return
         super().wait_while(condition)
 
-    def _next(self) -> int:
-        size = 0
-        for count, asked in enumerate(self._waiting):
-            size += asked.row.size
-            if size > self._slots.size:
-                return count
-        return len(self._waiting)
+    def _next(self) -> Sequence[Asked]:
+        """As much as fills a slot."""
+        taken: list[Asked] = []
+        room = self._slots.size
+        while self._waiting and (pages := room // self._waiting[0].size):
+            asked = self._waiting.popleft()
+            if asked.pages > pages:
+                asked, others = asked.split(pages, self._link.geometry)
+                self._waiting.appendleft(others)
+            taken.append(asked)
+            room -= asked.whole
+        return taken
 
     def _cut(self, slot: Run, size: int) -> Run:
         return slot.part(0, size)
@@ -241,8 +276,8 @@ class DevicePulls(Pulls[Run]):
     def _take(self, flight: Flight[Run]) -> None:
         pieces, at = [], 0
         for asked in flight.asked:
-            part, run = asked.part, flight.slot.part(at, asked.row.size)
-            pieces.append(Piece(part.page, part.first_layer, part.layers, run))
+            part, run = asked.part, flight.slot.part(at, asked.whole)
+            pieces.append(Piece(part.page, part.first_layer, part.layers, run, asked.pages))
             at += run.size
         self._landed(at)
         placed = self._place(pieces)
@@ -250,4 +285,4 @@ class DevicePulls(Pulls[Run]):
         over = placed if flight.pull.release() else lambda: placed() and flight.is_over()
         # not kept here: this thread may wait for the sender long after they are placed
         self._slots.give_later(over, flight.slot)
-        self.taken += len(pieces)
+        self.taken += sum(asked.pages for asked in flight.asked)

@@ -24,7 +24,6 @@ from pdctl.handoff.page import PATTERN
 from pdctl.handoff.pulls import Asked, DevicePulls, HostPulls, NotAsPlaced
 from pdctl.handoff.sink import DeviceSink, PageSink, Piece, Want
 from pdctl.handoff.state import Event
-from pdctl.handoff.transport.reach import Row
 
 if TYPE_CHECKING:
     from pdctl.handoff.inbound import Inbound
@@ -33,8 +32,6 @@ log = logging.getLogger("pdctl.handoff")
 
 Result = TypeVar("Result")
 
-TAKEN_EVERY = 32
-"""Pieces: how often the sender of many learns that they were read, before the last one."""
 EXPLAINED_S = 1.0
 """How long a sender's Abort may take, of a room whose memory it uses for something else."""
 
@@ -102,7 +99,7 @@ class Reading:
             raise
         new = pulls.taken - self._told_taken
         last = pulls.idle and self._assembly is not None and self._assembly.whole
-        if new >= TAKEN_EVERY or (new and last):
+        if new >= pulls.told_every or (new and last):
             self._told_taken = pulls.taken
             self._inbound.on(Event.TAKEN)
             link.send(wire.Taken(pieces=pulls.taken), self._room)
@@ -137,8 +134,9 @@ class Reading:
             self._offered(link, message)
         elif isinstance(message, wire.Placed) and isinstance(self._pulls, HostPulls):
             self._expect(header)
-            row = Row(message.address, header.layers * link.geometry.layer_bytes, message.device)
-            self._pulls.add(Asked(header, row, message.xxh3))
+            size = header.layers * link.geometry.layer_bytes
+            at = message.address, message.device
+            self._pulls.add(Asked(header, *at, size, message.xxh3))
         elif isinstance(message, wire.Spread) and isinstance(self._pulls, DevicePulls):
             self._spread(link, message, self._pulls)
         elif isinstance(message, wire.End):
@@ -211,14 +209,14 @@ class Reading:
     def _spread(self, link: Link, spread: wire.Spread, pulls: DevicePulls) -> None:
         for spot in spread.spots:
             wire.check_layers(spot.first_layer, spot.layers, link.geometry)
-            self._expect(spot)
+            self._expect(spot, spot.pages)
             size = spot.layers * link.geometry.layer_bytes
-            pulls.add(Asked(spot, Row(spot.address, size, spread.device)))
+            pulls.add(Asked(spot, spot.address, spread.device, size, pages=spot.pages))
 
-    def _expect(self, part: wire.Part) -> None:
+    def _expect(self, part: wire.Part, pages: int = 1) -> None:
         self._inbound.on(Event.PAGES)
         assert self._assembly is not None
-        self._assembly.take(part)
+        self._assembly.take(part, pages)
 
     def place(self, link: Link, header: wire.Part, raw: memoryview) -> None:
         """Hands a piece to the engine."""

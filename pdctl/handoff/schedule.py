@@ -29,21 +29,36 @@ DEVICE_PIECE_BYTES = 4 << 20
 
 
 class PagePart(msgspec.Struct, frozen=True):
-    """Send these layers of this page now, as one piece."""
+    """Send these layers of this page now, as one piece; or of several, each a piece."""
 
     page: int
     first_layer: int
     layers: int
     slots: int
-    """How many of its first slots were granted; those past them are to be zero (R30)."""
+    """How many of the last page's first slots were granted; those past them are to be zero
+    (R30)."""
+    pages: int = 1
+    """Consecutive ones, from `page` on."""
 
 
 class Schedule:
-    """One prompt's progress against its grant. The caller's lock guards it."""
+    """One prompt's progress against its grant. The caller's lock guards it.
 
-    def __init__(self, geometry: PageGeometry, tokens: int, piece_bytes: int | None = None) -> None:
+    Args:
+        together: what several pages have to send leaves as one part.
+    """
+
+    def __init__(
+        self,
+        geometry: PageGeometry,
+        tokens: int,
+        piece_bytes: int | None = None,
+        *,
+        together: bool = False,
+    ) -> None:
         self._geometry = geometry
         self._tokens = tokens
+        self._together = together
         self._piece_layers = max(1, (piece_bytes or PIECE_BYTES) // geometry.layer_bytes)
         self._written = [0] * geometry.layers
         """Per layer: positions [0, n) stand in the pages. Never more than of the one before."""
@@ -99,7 +114,7 @@ class Schedule:
         if self.grant is None:
             return None
         if self._sent and self._sent[-1] < self._geometry.layers:
-            return self._part(self.grant)
+            return self._block(self.grant) if self._together else self._part(self.grant)
         # also where nothing was wanted: the engine may still be writing, and Done frees the pages
         if not self.needed or self._being_written:
             return None
@@ -113,15 +128,46 @@ class Schedule:
         return self.last_begun and not self.finished and self.written < self._tokens
 
     def _part(self, grant: Grant) -> PagePart | None:
-        size = self._geometry.page_tokens
         for at in self._turns(grant):
-            sent, stop = self._sent[at], (self._first + at + 1) * size
-            layers = min(self._ready(at, stop, grant) - sent, self._piece_layers)
-            if layers > 0:
-                self._turn, self._sent[at] = at, sent + layers
-                slots = min(size, grant.tokens + size - stop)
-                return PagePart(self._first + at, sent, layers, slots)
+            if layers := self._unsent(at, grant):
+                self._turn = at
+                return self._leave(at, at + 1, layers, grant)
         return None
+
+    def _block(self, grant: Grant) -> PagePart | None:
+        """Of pages that have sent the same, the first has the most to send, and where it has
+        nothing none has."""
+        at = self._past(self._geometry.layers)
+        while at < len(self._sent):
+            stop = self._past(self._sent[at])
+            if layers := self._unsent(at, grant):
+                ready = self._pages_with(self._sent[at] + layers, grant)
+                return self._leave(at, max(at + 1, min(stop, ready)), layers, grant)
+            at = stop
+        return None
+
+    def _leave(self, at: int, stop: int, layers: int, grant: Grant) -> PagePart:
+        size, sent = self._geometry.page_tokens, self._sent[at]
+        self._sent[at:stop] = [sent + layers] * (stop - at)
+        slots = min(size, grant.tokens + size - (self._first + stop) * size)
+        return PagePart(self._first + at, sent, layers, slots, stop - at)
+
+    def _unsent(self, at: int, grant: Grant) -> int:
+        """Layers of a page that one piece can bring."""
+        stop = (self._first + at + 1) * self._geometry.page_tokens
+        return max(0, min(self._ready(at, stop, grant) - self._sent[at], self._piece_layers))
+
+    def _pages_with(self, layers: int, grant: Grant) -> int:
+        """How many granted pages have so many layers written, whatever was sent of those before
+        them."""
+        written, size = self._written[layers - 1], self._geometry.page_tokens
+        ends_here = (self._first + len(self._sent)) * size >= self._tokens
+        wanted = self._tokens if self._being_written and ends_here else grant.tokens
+        return len(self._sent) if written >= wanted else written // size - self._first
+
+    def _past(self, layers: int) -> int:
+        """The first page that has sent fewer."""
+        return bisect_right(self._sent, -layers, key=operator.neg)
 
     def _turns(self, grant: Grant) -> Iterator[int]:
         """Pages that are begun, but not sent whole, from the one whose turn it is."""
@@ -129,7 +175,7 @@ class Schedule:
         stop = len(self._sent)
         if ahead < grant.tokens:
             stop = min(stop, ahead // self._geometry.page_tokens - self._first)
-        start = bisect_right(self._sent, -self._geometry.layers, key=operator.neg)
+        start = self._past(self._geometry.layers)
         turn = max(start, self._turn)
         yield from range(turn, stop)
         yield from range(start, min(turn, stop))

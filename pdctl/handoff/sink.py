@@ -10,6 +10,7 @@ import msgspec
 from pdctl.errors import HandoffError
 from pdctl.handoff.device import Run
 from pdctl.handoff.page import Patterns
+from pdctl.topology.model import PAGE_TOKENS
 
 HELD_PIECES = 8
 """How many of the last pieces stay as they were, where the receiver was given its memory."""
@@ -28,13 +29,19 @@ class Want(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """Layers of a page that were read into a device's memory:
-    `[layers, 2, page_tokens, kv_heads, head_dim]`."""
+    """The same layers of consecutive pages, which were read into a device's memory:
+    `[pages, layers, 2, page_tokens, kv_heads, head_dim]`."""
 
     page: int
     first_layer: int
     layers: int
     at: Run
+    pages: int = 1
+
+    @property
+    def positions(self) -> range:
+        """Of the prompt: all that these pages have."""
+        return range(self.page * PAGE_TOKENS, (self.page + self.pages) * PAGE_TOKENS)
 
 
 class PageSink(Protocol):

@@ -35,7 +35,7 @@ MAX_DETAIL_CHARS = 500
 MAX_ASKED = 100
 """Keys of pages in one frame."""
 MAX_SPREAD = 128
-"""Pieces in one frame."""
+"""Spots in one frame."""
 NONCE_BYTES = 32
 
 _PREFIX = struct.Struct("<4sBBHQIHHI")
@@ -135,16 +135,18 @@ class Placed(Message, frozen=True, kw_only=True):
 
 
 class Spot(msgspec.Struct, frozen=True, array_like=True):
-    """Where layers of a page lie."""
+    """Where the same layers of one or more consecutive pages lie: the first one's at the address,
+    each of the others' a page's bytes behind the one before it."""
 
     page: Count
     first_layer: Count
     layers: Count
     address: Address
+    pages: Annotated[int, msgspec.Meta(ge=1, lt=1 << 32)] = 1
 
 
 class Spread(Message, frozen=True, kw_only=True):
-    """Sender: these pieces lie there until End, in a device's memory. They are not hashed."""
+    """Sender: pieces lie there until End, in a device's memory. They are not hashed."""
 
     device: Count
     spots: Annotated[tuple[Spot, ...], msgspec.Meta(min_length=1, max_length=MAX_SPREAD)]

@@ -79,7 +79,7 @@ class DeviceSink:
     def write_from(self, pieces: Sequence[Piece]) -> Callable[[], bool]:
         if self.raises is not None:
             raise self.raises
-        self.batches.append(len(pieces))
+        self.batches.append(sum(piece.pages for piece in pieces))
         over: list[bool] = []
         self._waiting.append((pieces, over))
         self.begun.set()
@@ -108,7 +108,9 @@ class DeviceSink:
             waiting, self._waiting = self._waiting, []
             for pieces, over in waiting:
                 for piece in pieces:
-                    found = as_array(piece.at, self._geometry.shape[1:])
+                    shape = self._geometry.shape[1:]
+                    found = as_array(piece.at, shape).reshape(piece.pages, piece.layers, *shape)
                     last = piece.first_layer + piece.layers
-                    self.pages[piece.page, piece.first_layer : last] = found
+                    pages = slice(piece.page, piece.page + piece.pages)
+                    self.pages[pages, piece.first_layer : last] = found
                 over.append(True)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import ctypes
 import secrets
 import threading
-from collections.abc import Sequence
 from functools import cache
 
 import numpy as np
@@ -16,7 +15,7 @@ from pdctl.errors import PeerLost
 from pdctl.handoff.arena import Bytes
 from pdctl.handoff.device import DeviceMemory, Run
 from pdctl.handoff.transport.nixl import NixlReach, installed
-from pdctl.handoff.transport.reach import Reach, Row, Where, address_of
+from pdctl.handoff.transport.reach import Reach, Rows, Where, address_of
 from pdctl.handoff.transport.tcp import TcpTransport
 
 
@@ -58,10 +57,10 @@ class MemoryReach:
     def meet(self, where: Where, card: bytes) -> None:
         self.met.append((where, card))
 
-    def pull(self, card: bytes, there: Sequence[Row], into: memoryview | Run) -> MemoryPull:
+    def pull(self, card: bytes, there: Rows, into: memoryview | Run) -> MemoryPull:
         regions = self._shared.exposed.get(card, [])
-        for row in there:
-            if not any(at <= row.address and sum(row[:2]) <= at + size for at, size in regions):
+        for address, length, _ in there.tolist():
+            if not any(at <= address and address + length <= at + size for at, size in regions):
                 raise PeerLost("that memory is not exposed")
         pull = MemoryPull(self._shared, there, into)
         self._shared.pulls.append(pull)
@@ -76,7 +75,7 @@ class MemoryReach:
 class MemoryPull:
     """A `Pull` that copies when it is first looked at after `proceed`."""
 
-    def __init__(self, shared: InProcess, there: Sequence[Row], into: memoryview | Run) -> None:
+    def __init__(self, shared: InProcess, there: Rows, into: memoryview | Run) -> None:
         self._shared = shared
         self.there = there
         self._into = into.address if isinstance(into, Run) else address_of(into)
@@ -90,9 +89,9 @@ class MemoryPull:
         if self._shared.fails:
             raise PeerLost("the memory's owner is gone")
         here = self._into
-        for row in self.there:
-            ctypes.memmove(here, row.address, row.size)
-            here += row.size
+        for address, length, _ in self.there.tolist():
+            ctypes.memmove(here, address, length)
+            here += length
         self.over = True
         return True
 

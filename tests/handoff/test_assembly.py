@@ -95,6 +95,35 @@ def test_every_other_sequence_is_refused(first, pages, chance, data):
     assert not outcome(first, pages, broken[name])
 
 
+@given(
+    st.integers(0, 3),
+    st.integers(1, 6),
+    st.builds(random.Random, st.integers(0, 1 << 32)),
+    st.integers(-1, 7),
+    st.integers(1, 8),
+    st.integers(0, 4),
+    st.integers(1, 4),
+)
+def test_pages_at_once_are_taken_where_each_would_be(
+    first, pages, chance, page, count, layer, layers
+):
+    """R28: the same layers of consecutive pages, after any beginning; and they count as each."""
+    one, at_once = assembly(first, pages), assembly(first, pages)
+    came = staircase(chance, first, pages)
+    for piece in came[: chance.randint(0, len(came))]:
+        one.take(header(piece))
+        at_once.take(header(piece))
+    try:
+        for each in range(count):
+            one.take(header((first + page + each, layer, layers)))
+    except ProtocolViolation:
+        with pytest.raises(ProtocolViolation, match="was due"):
+            at_once.take(header((first + page, layer, layers)), count)
+    else:
+        at_once.take(header((first + page, layer, layers)), count)
+        assert at_once._came == one._came
+
+
 @given(st.integers(2, 5), st.builds(random.Random, st.integers(0, 1 << 32)))
 def test_a_page_that_overtakes_is_refused(pages, chance):
     """R28: no page has a layer that the one before it has not."""

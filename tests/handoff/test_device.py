@@ -110,8 +110,8 @@ def test_what_is_placed_by_then_is_asked_for_at_once() -> None:
         transport.shared.proceed.set()
         assert inbound.settled.wait(WAIT_S)
         check_pages(sink, 64 * 30)
-        asked = [len(pull.there) for pull in transport.shared.pulls]
-        assert sum(asked) == 30
+        asked = [int(pull.there[:, 1].sum()) for pull in transport.shared.pulls]
+        assert sum(asked) == 30 * SMALL.page_bytes
         assert len(asked) < 30
 
 
@@ -326,6 +326,11 @@ def spread(fake: PlacingSender, room: int, *pages: int, **changes: int) -> None:
         ((0,), {"first_layer": 1}),
         ((0,), {"layers": 3}),
         ((0,), {"layers": 0}),
+        ((0,), {"pages": 0}),
+        ((0,), {"pages": 4}),
+        ((0, 1), {"pages": 2}),
+        ((1,), {"pages": 2}),
+        ((0,), {"pages": (1 << 32) - 1}),
         ((0,), {"address": 8}),
         ((0,), {"address": (1 << 64) - 1}),
     ],
@@ -347,8 +352,8 @@ def test_a_sender_that_spreads_what_cannot_be_commits_nothing(
         check_whole(ends, DeviceSink(SMALL), TOKENS)
 
 
-def test_many_pieces_are_told_of_in_one_frame() -> None:
-    """Up to 128 that can be read by then."""
+def test_many_pages_are_told_of_in_one_frame() -> None:
+    """All that can be read by then, as one where they have the same layers."""
     with on_device(Read()) as ends:
         leg, prefill = ends.leg(), Prefill()
         tokens = 64 * 300
@@ -360,9 +365,10 @@ def test_many_pieces_are_told_of_in_one_frame() -> None:
             assert isinstance(hear(link), wire.Offer)
             grant = wire.Grant(tokens=tokens, held_tokens=0, first_token=False)
             link.send(grant, leg.room)
-            frames = [hear(link) for _ in range(3)]
-            assert [len(each.spots) for each in frames] == [128, 128, 44]
-            assert [spot.page for each in frames for spot in each.spots] == list(range(300))
+            run = outbound.pages()
+            assert isinstance(run, Run)
+            spot = wire.Spot(0, 0, SMALL.layers, run.address, 300)
+            assert hear(link) == wire.Spread(device=0, spots=(spot,))
             link.send(wire.Taken(pieces=300), leg.room)
             assert hear(link) == wire.End(pages=300, first_token=None)
             link.send(wire.Done(), leg.room)

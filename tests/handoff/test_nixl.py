@@ -27,7 +27,7 @@ from pdctl.handoff.receiver import Inbound, PageSink, Receiver
 from pdctl.handoff.slots import SLOTS
 from pdctl.handoff.ticket import mint
 from pdctl.handoff.transport.nixl import NixlReach, installed
-from pdctl.handoff.transport.reach import Row
+from pdctl.handoff.transport.reach import rows
 from pdctl.topology.model import Transport
 
 pytestmark = pytest.mark.skipif(installed() is None, reason="needs nixl-cu12 in this environment")
@@ -219,12 +219,34 @@ def test_memory_that_was_not_exposed_is_not_read(reach: NixlReach) -> None:
         reach.meet(("127.0.0.1", 1), card)
         for address in (secret.ctypes.data, exposed.ctypes.data + 1, 0):
             with pytest.raises(PeerLost, match="can't read the memory of p1-"):
-                reach.pull(card, [Row(address, 4096, 0)], into.data)
-        pull = reach.pull(card, [Row(exposed.ctypes.data, 4096, 0)], into.data)
+                reach.pull(card, rows(address, 4096, 0), into.data)
+        pull = reach.pull(card, rows(exposed.ctypes.data, 4096, 0), into.data)
         while not pull.landed():
             time.sleep(1e-4)
         assert pull.release()
         np.testing.assert_array_equal(into, exposed)
+    finally:
+        owner.close()
+
+
+def test_stretches_a_distance_apart_are_read_behind_one_another(reach: NixlReach) -> None:
+    """The same layers of several pages, in one request; those that touch are one row."""
+    owner = NixlReach("p1", one_host=True)
+    try:
+        exposed, into = np.arange(10_000) % 251, np.zeros(400, np.uint8)
+        exposed = exposed.astype(np.uint8)
+        owner.expose(exposed)
+        reach.expose(into)
+        reach.meet(("127.0.0.1", 1), owner.card())
+        apart = rows(exposed.ctypes.data + 50, 100, 0, every=1000, times=4)
+        pull = reach.pull(owner.card(), apart, into.data)
+        while not pull.landed():
+            time.sleep(1e-4)
+        assert pull.release()
+        np.testing.assert_array_equal(
+            into.reshape(4, 100), exposed[:4000].reshape(4, -1)[:, 50:150]
+        )
+        assert rows(8, 100, 3, every=100, times=4).tolist() == [[8, 400, 3]]
     finally:
         owner.close()
 

@@ -17,8 +17,10 @@ LAYERED = PageGeometry(layers=5, kv_heads=8, head_dim=128)
 """Two of its layers fill a piece."""
 
 
-def schedule(offered: int, geometry: PageGeometry = GEOMETRY, **grant: object) -> Schedule:
-    made = Schedule(geometry, offered)
+def schedule(
+    offered: int, geometry: PageGeometry = GEOMETRY, *, together: bool = False, **grant: object
+) -> Schedule:
+    made = Schedule(geometry, offered, together=together)
     if grant:
         made.granted(Grant(**{"held_tokens": 0, "first_token": False, **grant}))
     return made
@@ -73,7 +75,7 @@ def test_every_granted_layer_leaves_once_in_a_staircase_and_not_before_it_is_wri
     however often the sender looks."""
     want = tokens - data.draw(st.integers(0, 1))
     held = data.draw(st.integers(0, want))
-    made = schedule(tokens, LAYERED)
+    made = schedule(tokens, LAYERED, together=data.draw(st.booleans()))
     engine = Engine(made, data, tokens)
     first, end = held // 64, max(held // 64, -(-want // 64))
     sent = dict.fromkeys(range(first, end), 0)
@@ -86,13 +88,13 @@ def test_every_granted_layer_leaves_once_in_a_staircase_and_not_before_it_is_wri
         looks = 5 - data.draw(st.integers(0, 5))
         while looks and isinstance(last := made.step(), PagePart):
             looks -= 1
-            after = last.first_layer + last.layers
-            assert last.first_layer == sent[last.page]
+            after, stop = last.first_layer + last.layers, last.page + last.pages
+            assert {sent[page] for page in range(last.page, stop)} == {last.first_layer}
             assert after <= sent.get(last.page - 1, LAYERED.layers)
             assert 1 <= last.layers <= 2
-            assert engine.stands[last.page * 64 : min(last.page * 64 + 64, want), :after].all()
-            assert last.slots == min(64, want - last.page * 64)
-            sent[last.page] = after
+            assert engine.stands[last.page * 64 : min(stop * 64, want), :after].all()
+            assert last.slots == min(64, want - (stop - 1) * 64)
+            sent.update(dict.fromkeys(range(last.page, stop), after))
     assert engine.stands[:want].all()
     assert last == End(pages=end - first, first_token=None)
     assert sent == dict.fromkeys(range(first, end), LAYERED.layers)
@@ -114,6 +116,37 @@ def test_layers_leave_as_they_land():
     assert parts(made) == [(0, 1, 2), (1, 1, 2), (2, 1, 2)]
     made.write(192)
     assert parts(made) == [(0, 3, 2), (1, 3, 2), (2, 3, 2)]
+
+
+def blocks(made: Schedule) -> list[tuple[int, int, int, int]]:
+    """(page, pages, first layer, layers) of what can be sent now."""
+    out = []
+    while isinstance(step := made.step(), PagePart):
+        out.append((step.page, step.pages, step.first_layer, step.layers))
+    return out
+
+
+def test_the_same_layers_of_all_pages_leave_as_one():
+    """What a chunk brings is as many parts as it has landings, however many pages it has."""
+    made = schedule(64 * 40, LAYERED, together=True, tokens=64 * 40 - 1)
+    made.write(1000, 2)
+    assert blocks(made) == [(0, 15, 0, 2)]
+    made.write(1000)
+    assert blocks(made) == [(0, 15, 2, 2), (0, 15, 4, 1)]
+    made.write(64 * 40, 2)
+    assert blocks(made) == [(15, 25, 0, 2)]
+    made.write(64 * 40)
+    assert blocks(made) == [(15, 25, 2, 2), (15, 25, 4, 1)]
+
+
+def test_of_a_block_the_tail_alone_is_held_back():
+    """While the last position is written into it."""
+    made = schedule(200, LAYERED, together=True, tokens=199)
+    made.last_begun = True
+    made.write(199, 2)
+    assert blocks(made) == [(0, 3, 0, 2)]
+    made.write(200, 2)
+    assert made.step() == PagePart(page=3, first_layer=0, layers=2, slots=7)
 
 
 def test_a_page_never_overtakes_the_one_before():

@@ -18,7 +18,7 @@ PIECE = bytes(range(256)) * (GEOMETRY.layer_bytes // 256)
 counts = st.integers(0, (1 << 32) - 1)
 digests = st.binary(min_size=32, max_size=32)
 addresses = st.integers(0, (1 << 62) - 1)
-spots = st.builds(wire.Spot, counts, counts, counts, addresses)
+spots = st.builds(wire.Spot, counts, counts, counts, addresses, st.integers(1, (1 << 32) - 1))
 messages = st.one_of(
     st.builds(
         wire.Spread,
@@ -56,7 +56,7 @@ def parse(raw: bytes) -> object:
 def test_a_frame_of_as_many_pieces_as_there_may_be_is_heard() -> None:
     """With the largest of all numbers: it stays within what a body may have."""
     last = (1 << 32) - 1
-    spot = wire.Spot(last, last, last, (1 << 62) - 1)
+    spot = wire.Spot(last, last, last, (1 << 62) - 1, last)
     spread = wire.Spread(device=last, spots=(spot,) * wire.MAX_SPREAD)
     assert parse(wire.frame(spread, 1)) == spread
 

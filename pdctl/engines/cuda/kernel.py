@@ -149,12 +149,19 @@ class Copies:
         """Whether the kernel can read and write them where they lie."""
         return not self.on_gpu or torch.from_numpy(pages.view(np.int16)).is_pinned()
 
-    def addresses(self, pages: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    def addresses(
+        self, pages: int, positions: NDArray[np.int64], layers: int | None = None
+    ) -> NDArray[np.int64]:
         """Where those positions of a prompt stand in its pages (`Tokens`), which begin at the
-        address `pages`."""
+        address `pages`.
+
+        Args:
+            layers: that each page has there; None: all.
+        """
         page, slot = np.divmod(positions, self._pages.page_tokens)
         size = self._pages.layer_bytes // 2 // self._pages.page_tokens
-        found: NDArray[np.int64] = pages + page * self._pages.page_bytes + slot * size
+        every = (layers or self._pages.layers) * self._pages.layer_bytes
+        found: NDArray[np.int64] = pages + page * every + slot * size
         return found
 
     def to_pages(self, tokens: Tokens, layers: range, *, programs: int = PROGRAMS) -> None:

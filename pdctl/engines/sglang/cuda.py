@@ -142,11 +142,13 @@ class CudaSlots(SlotPool):
     def write_from(self, parts: Sequence[Part]) -> Callable[[], bool]:
         """One launch for those of the same layers."""
         pieces = []
-        for block, slots, piece in parts:
-            at = np.array(slots)
-            addresses = self._copies.addresses(piece.at.address, at)
+        for blocks, tokens, piece in parts:
+            at = np.arange(tokens)
+            addresses = self._copies.addresses(piece.at.address, at, piece.layers)
             layers = range(piece.first_layer, piece.first_layer + piece.layers)
-            rows = np.stack([self._places(block, at), addresses])
+            page, slot = np.divmod(at, self._pages.page_tokens)
+            places = self._places(np.array(blocks, dtype=np.int64)[page], slot)
+            rows = np.stack([places, addresses])
             pieces.append(writing.Piece(rows, layers, piece.at))
         return self._writer.write_from(pieces).query
 

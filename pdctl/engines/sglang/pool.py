@@ -27,8 +27,10 @@ PAGE_DTYPES = {Dtype.FLOAT16: torch.float16, Dtype.BFLOAT16: torch.bfloat16}
 class Part(NamedTuple):
     """A piece, and where it goes."""
 
-    block: int
-    slots: range
+    blocks: Sequence[int]
+    """Of its pages."""
+    tokens: int
+    """How many of their first slots, counted through, are written."""
     piece: Piece
 
 
@@ -92,10 +94,13 @@ class SlotPool:
     def write_from(self, parts: Sequence[Part]) -> Callable[[], bool]:
         """As `write`, of pieces in memory that `device` made. It waits for nothing:
         `DeviceSink.write_from` says what it returns, and what it means where it raises."""
-        for block, slots, piece in parts:
-            shape = (piece.layers, *self._pages.shape[1:])
-            tokens = tensor_of(piece.at, self._page_dtype, shape)
-            self._write(block, slots, piece.first_layer, tokens)
+        size = self._pages.page_tokens
+        for blocks, count, piece in parts:
+            shape = (piece.pages, piece.layers, *self._pages.shape[1:])
+            pages = tensor_of(piece.at, self._page_dtype, shape)
+            for at, (block, tokens) in enumerate(zip(blocks, pages, strict=True)):
+                slots = range(min(size, count - at * size))
+                self._write(block, slots, piece.first_layer, tokens)
         return lambda: True
 
     def _write(self, block: int, slots: range, first_layer: int, tokens: torch.Tensor) -> None:

@@ -193,7 +193,11 @@ class Landing:
         self._exchange.pool.write(*self._place_of(page), first_layer, piece)
 
     def write_from(self, pieces: Sequence[Piece]) -> Callable[[], bool]:
-        parts = [Part(*self._place_of(piece.page), piece) for piece in pieces]
+        parts = []
+        for piece in pieces:
+            first = piece.page - self._held // PAGE_TOKENS
+            tokens = min(piece.positions.stop, self._tokens) - piece.positions.start
+            parts.append(Part(self._blocks[first : first + piece.pages], tokens, piece))
         return self._exchange.pool.write_from(parts)
 
     def commit(self, first_token: int | None) -> None:

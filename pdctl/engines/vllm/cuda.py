@@ -145,8 +145,9 @@ class CudaBlocks:
         pieces = []
         for at, piece in parts:
             places = self._thread.places.of(blocks, at.start, at.stop, self._places)
-            slots = np.arange(len(at)) + at.start % self._pages.page_tokens
-            rows = np.stack([places, self._copies.addresses(piece.at.address, slots)])
+            within = np.arange(at.start, at.stop) - piece.positions.start
+            addresses = self._copies.addresses(piece.at.address, within, piece.layers)
+            rows = np.stack([places, addresses])
             layers = range(piece.first_layer, piece.first_layer + piece.layers)
             pieces.append(writing.Piece(rows, layers, piece.at))
         return self._writer.write_from(pieces).query

@@ -72,7 +72,7 @@ class Blocks(Memory[Span], Protocol):
     def write_from(
         self, blocks: Sequence[int], parts: Sequence[tuple[range, Piece]]
     ) -> Callable[[], bool]:
-        """As `write`, of pieces in memory that `device` made, each with the positions of its page
+        """As `write`, of pieces in memory that `device` made, each with the positions of its pages
         that are placed. It waits for nothing: `DeviceSink.write_from` says what it returns, and
         what it means where it raises."""
         ...

@@ -110,9 +110,10 @@ class CpuBlocks:
         self, blocks: Sequence[int], parts: Sequence[tuple[range, Piece]]
     ) -> Callable[[], bool]:
         for at, piece in parts:
-            shape = (piece.layers, *self._pages.shape[1:])
-            tokens = tensor_of(piece.at, self._dtype, shape)
-            self._write(blocks, at.start, at.stop, piece.first_layer, tokens)
+            shape = (piece.pages, piece.layers, *self._pages.shape[1:])
+            # [layers, 2, pages, page_tokens, kv_heads, head_dim]
+            pages = tensor_of(piece.at, self._dtype, shape).permute(1, 2, 0, 3, 4, 5)
+            self._write(blocks, at.start, at.stop, piece.first_layer, pages.flatten(2, 3))
         return lambda: True
 
     def _write(

@@ -196,11 +196,11 @@ class DecodeLeg:
         return Want(tokens=self._positions, held_tokens=self._held)
 
     def write(self, page: int, first_layer: int, piece: Patterns) -> None:
-        if at := self._wanted(page):
+        if at := self._wanted(range(page * PAGE_TOKENS, (page + 1) * PAGE_TOKENS)):
             self._memory.write(self._blocks, at.start, at.stop, first_layer, piece)
 
     def write_from(self, pieces: Sequence[Piece]) -> Callable[[], bool]:
-        parts = [(at, piece) for piece in pieces if (at := self._wanted(piece.page))]
+        parts = [(at, piece) for piece in pieces if (at := self._wanted(piece.positions))]
         return self._memory.write_from(self._blocks, parts) if parts else lambda: True
 
     def commit(self, first_token: int | None) -> None:
@@ -223,8 +223,6 @@ class DecodeLeg:
             elif not placed:
                 self._desk.failed(self._request_id)
 
-    def _wanted(self, page: int) -> range:
-        """The page's positions that are placed."""
-        return range(
-            max(page * PAGE_TOKENS, self._held), min((page + 1) * PAGE_TOKENS, self._positions)
-        )
+    def _wanted(self, positions: range) -> range:
+        """Those of them that are placed."""
+        return range(max(positions.start, self._held), min(positions.stop, self._positions))

@@ -13,19 +13,20 @@ import os
 import secrets
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pdctl.errors import HandoffError, PeerLost
 from pdctl.handoff.arena import Bytes
 from pdctl.handoff.device import DeviceMemory, MemoryKind, Run
 from pdctl.handoff.transport.progress import resting
-from pdctl.handoff.transport.reach import Row, Where, address_of
+from pdctl.handoff.transport.reach import Rows, Where, address_of
 
 log = logging.getLogger("pdctl.handoff")
 
@@ -154,8 +155,8 @@ class NixlReach:
                 self._forget_unused(before)
             self._name_of(card)
 
-    def pull(self, card: bytes, there: Sequence[Row], into: memoryview | Run) -> NixlPull:
-        here = _rows_of(into, [row.size for row in there])
+    def pull(self, card: bytes, there: Rows, into: memoryview | Run) -> NixlPull:
+        here = _one_after_the_other(into, there[:, 1])
         with self._lock:
             name = self._name_of(card)
             handle = self._prepared(card, name, here, there)
@@ -212,13 +213,13 @@ class NixlReach:
                 hint="name the devices of both replicas in the topology, or of neither",
             )
 
-    def _prepared(self, card: bytes, name: str, here: Sequence[Row], there: Sequence[Row]) -> Any:
+    def _prepared(self, card: bytes, name: str, here: Rows, there: Rows) -> Any:
         agent, kind = self._agent, self._kind.value
         try:
             return agent.initialize_xfer(
                 "READ",
-                agent.get_xfer_descs([tuple(row) for row in here], kind),
-                agent.get_xfer_descs([tuple(row) for row in there], kind),
+                agent.get_xfer_descs(here, kind),
+                agent.get_xfer_descs(there, kind),
                 name,
             )
         except Exception as error:
@@ -293,12 +294,16 @@ class NixlPull:
         return True
 
 
-def _rows_of(into: memoryview | Run, sizes: Sequence[int]) -> list[Row]:
+def _one_after_the_other(into: memoryview | Run, sizes: NDArray[np.uint64]) -> Rows:
     """That memory, cut into rows of these sizes."""
     start, device = (
         (into.address, into.memory.index) if isinstance(into, Run) else (address_of(into), 0)
     )
-    return [Row(start + sum(sizes[:at]), size, device) for at, size in enumerate(sizes)]
+    found = np.empty((len(sizes), 3), np.uint64)
+    found[:, 0] = np.cumsum(sizes) - sizes + np.uint64(start)
+    found[:, 1] = sizes
+    found[:, 2] = device
+    return found
 
 
 def _lost(name: str, error: object) -> PeerLost:

@@ -10,10 +10,10 @@ used but against what its card says it exposed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pdctl.handoff.arena import Bytes
 from pdctl.handoff.device import DeviceMemory, Run
@@ -22,13 +22,20 @@ Where = tuple[str, int]
 """A sender's address, as it is dialled."""
 
 
-class Row(NamedTuple):
-    """A stretch of memory, as its owner counts."""
+Rows = NDArray[np.uint64]
+"""Stretches of memory, as their owner counts: `[rows, 3]`, each its address, its bytes and its
+device."""
 
-    address: int
-    size: int
-    """Bytes."""
-    device: int
+
+def rows(address: int, size: int, device: int, *, every: int = 0, times: int = 1) -> Rows:
+    """One stretch, or as many, each `every` bytes behind the one before; those that touch are
+    one."""
+    if every == size:
+        size, times = size * times, 1
+    found = np.empty((times, 3), np.uint64)
+    found[:, 0] = np.arange(times, dtype=np.uint64) * np.uint64(every) + np.uint64(address)
+    found[:, 1:] = size, device
+    return found
 
 
 def address_of(memory: memoryview) -> int:
@@ -73,7 +80,7 @@ class Reach(Protocol):
         nothing is read by it. Raises PeerLost for a card that is none."""
         ...
 
-    def pull(self, card: bytes, there: Sequence[Row], into: memoryview | Run) -> Pull:
+    def pull(self, card: bytes, there: Rows, into: memoryview | Run) -> Pull:
         """Begins to read those rows, one behind the other, into as many bytes of exposed memory.
         May return after they have come. Raises PeerLost where the card does not cover them, or
         its owner is gone."""

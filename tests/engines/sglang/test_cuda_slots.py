@@ -160,8 +160,8 @@ def test_pages_and_pieces_may_lie_in_the_devices_own_memory() -> None:
         sending.gather(layer, lambda: None)
     sending.close()
     parts = [
-        Part(block, slots, Piece(page, first, 1, run.part(at, PAGES.layer_bytes)))
-        for page, (block, slots) in enumerate([(4, range(64)), (1, range(64)), (0, range(11))])
+        Part([block], tokens, Piece(page, first, 1, run.part(at, PAGES.layer_bytes)))
+        for page, (block, tokens) in enumerate([(4, 64), (1, 64), (0, 11)])
         for first in range(3)
         for at in [page * PAGES.page_bytes + first * PAGES.layer_bytes]
     ]
@@ -175,6 +175,31 @@ def test_pages_and_pieces_may_lie_in_the_devices_own_memory() -> None:
             ours[to * 64 : to * 64 + count] = theirs[of * 64 : of * 64 + count].cpu()
     assert same(target, wanted)
     receiving.close()
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_several_pages_of_one_piece_are_written_where_their_blocks_are(plain: bool) -> None:
+    """R26, R30: of some layers, the last page in part; on a CPU alike."""
+    source, target = (filled(PAGES, BLOCKS, torch.float16, seed) for seed in (1, 2))
+    before = on_host(target)
+    kind = SlotPool if plain and not ON_GPU else None
+    slots = kind(target, PAGES) if kind else slots_of(target, PAGES, ROW)
+    reading = SlotPool(on_host(source), PAGES)
+    pages = np.zeros((3, *PAGES.shape), PATTERN)
+    reading.read([3, 2, 6], 0, 64, pages)
+    layers = np.ascontiguousarray(pages[:, 1:])
+    memory = slots.device(layers.nbytes)
+    memory.tensor.copy_(torch.from_numpy(layers.reshape(-1).view(np.uint8)))
+    over = slots.write_from(
+        [Part([4, 1, 0], 128 + 11, Piece(0, 1, 2, Run(memory, 0, memory.size), 3))]
+    )
+    slots.flush()
+    assert over()
+    wanted = SlotPool(before, PAGES)
+    for block, count, page in ((4, 64, 0), (1, 64, 1), (0, 11, 2)):
+        wanted.write(block, range(count), 1, pages[page, 1:])
+    assert same(target, before)
+    slots.close()
 
 
 class Packed(SimpleNamespace):

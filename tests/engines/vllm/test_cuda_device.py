@@ -94,6 +94,32 @@ def test_blocks_hold_what_pieces_on_the_device_did(
         assert untouched(engine, layer, blocks, tokens, before[layer])
 
 
+@pytest.mark.parametrize(("form", "order", "size", "tokens"), OF_EACH_FORM)
+def test_several_pages_of_one_piece_are_placed_where_their_blocks_are(
+    form: str, order: str, size: int, tokens: int
+) -> None:
+    """R26: from the middle of the first page on, some layers; the others stay as they were."""
+    engine = Engine(form, order, size=size)
+    blocks = list(range(SEQUENCES[size]))[::-1][: -(-tokens // size)]
+    before = [engine.tokens(layer, blocks) for layer in range(3)]
+    count, start = PAGES.pages_for(tokens), min(7, tokens - 1)
+    shape = (count, 2, *PAGES.shape[1:])
+    numbers = np.random.default_rng(5).integers(0, 1 << 15, shape).astype(np.uint16)
+    memory = engine.blocks.device(numbers.nbytes)
+    memory.tensor.copy_(torch.from_numpy(numbers.reshape(-1).view(np.uint8)))
+    piece = Piece(0, 1, 2, Run(memory, 0, memory.size), count)
+    engine.blocks.fence()
+    placed = engine.blocks.write_from(blocks, [(range(start, tokens), piece)])
+    engine.blocks.flush()
+    assert placed()
+    for layer in range(3):
+        wanted = before[layer].copy()
+        if layer:
+            came = numbers[:, layer - 1].transpose(1, 0, 2, 3, 4).reshape(2, -1, 3, 64)
+            wanted[:, start:tokens] = came[:, start:tokens]
+        assert np.array_equal(engine.tokens(layer, blocks), wanted)
+
+
 def test_the_kernel_and_torch_make_the_same_pages() -> None:
     """The readable reference: tokens taken by index, in the page's order."""
     engine = Engine(size=16)

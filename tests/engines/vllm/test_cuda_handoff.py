@@ -58,7 +58,7 @@ class Sink:
 
     def write_from(self, pieces: Sequence[Piece]) -> Callable[[], bool]:
         parts = [
-            (range(piece.page * 64, min((piece.page + 1) * 64, self._tokens)), piece)
+            (range(piece.positions.start, min(piece.positions.stop, self._tokens)), piece)
             for piece in pieces
         ]
         return self._engine.blocks.write_from(self._blocks, parts)

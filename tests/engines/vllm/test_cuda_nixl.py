@@ -63,10 +63,11 @@ class Collecting:
         self.inside.set()
         assert self.proceed.wait(WAIT_S)
         for piece in pieces:
-            shape = (piece.layers, *GEOMETRY.shape[1:])
+            shape = (piece.pages, piece.layers, *GEOMETRY.shape[1:])
             found = tensor_of(piece.at, torch.int16, shape).cpu().numpy().view(PATTERN)
             last = piece.first_layer + piece.layers
-            self.pages[piece.page, piece.first_layer : last] = found
+            pages = slice(piece.page, piece.page + piece.pages)
+            self.pages[pages, piece.first_layer : last] = found
         return lambda: True
 
     def commit(self, first_token: int | None) -> None:

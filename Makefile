@@ -18,6 +18,7 @@ SGLANG_NEWEST := .venv-sglang-newest
 SGLANG_NEWEST_STAMP := $(SGLANG_NEWEST)/.stamp
 VLLM_GPU_PYTHON ?= python3
 SGLANG_GPU_PYTHON ?= python3
+GPUS ?= 0
 GUIDELLM := .venv-guidellm
 GUIDELLM_STAMP := $(GUIDELLM)/.stamp
 GUIDELLM_VERSION ?= 0.8.1
@@ -144,9 +145,11 @@ test-nixl: $(STAMP) $(VLLM_STAMP) $(SGLANG_STAMP)  ## whole pairs over NIXL, pdc
 test-sharing: $(STAMP) $(VLLM_STAMP) $(SGLANG_STAMP)  ## prefixes shared by three engines, with pairs, and between hosts
 	$(PYTEST) -m engine tests/e2e/test_*_sharing.py
 
-test-gpu:  ## needs an NVIDIA GPU: copies, and pages over NIXL, in environments with the engines' CUDA builds and pytest
+test-gpu: $(STAMP)  ## needs an NVIDIA GPU: copies, pages over NIXL, whole pairs, in environments with the engines' CUDA builds and pytest
 	$(VLLM_GPU_PYTHON) -m pytest -m "not slow" tests/engines/cuda tests/engines/vllm/test_cuda_*.py
 	$(SGLANG_GPU_PYTHON) -m pytest tests/engines/sglang/test_cuda_*.py
+	$(BIN)/python bench/gpu_checks.py --tokenizer "$$($(BIN)/pdctl demo-model | tail -1)" --devices $(GPUS) \
+	  --vllm-python "$$(command -v $(VLLM_GPU_PYTHON))" --sglang-python "$$(command -v $(SGLANG_GPU_PYTHON))"
 
 test-pinned: $(STAMP) $(PINNED_STAMP)  ## MLX's suites on the oldest supported mlx-lm
 	PDCTL_TEST_MLX_PYTHON=$(CURDIR)/$(PINNED)/bin/python $(PYTEST) $(TWO_AT_ONCE) -m engine -k "not float16" tests/engine/test_mlx_*.py

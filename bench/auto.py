@@ -20,17 +20,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import itertools
 import json
-import re
-import statistics
 import sys
 import tempfile
-import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import aiohttp
+from auto_cells import Paths, cell, said, summed, verdict
 from setting import RESULTS, machine, write
 
 # `setting` has put the tests into the path
@@ -42,8 +39,7 @@ from engines.vllm_replicas import PYTHON as VLLM_PYTHON  # isort: skip
 LENGTHS = (51, 184, 400, 744, 1100, 1500)
 SHORT = 200
 """Up to this length twice as many rounds: some milliseconds scatter by as many."""
-WORSE, CELLS, OFF = 1.05, 0.95, 0.25
-PAIR, ALONE, AUTO = "p0>d0", "d0", "auto"
+PATHS = Paths(alone="d0", pair="p0>d0")
 STEPS = {"mlx": ("prefill_step_size", 128, 32), "vllm": ("max_num_batched_tokens", 512, 64)}
 """Option, and what the prefill and the decode replica have of it, in tokens."""
 MODEL = "tiny"
@@ -93,73 +89,8 @@ engine_config = {{ {", ".join(f"{key} = {str(value).lower()}" for key, value in 
 """
 
 
-class Taken:
-    """One request: milliseconds, the path that it took, what was expected of each."""
-
-    def __init__(self, ttft_ms: float, headers: Any) -> None:
-        self.ttft_ms = ttft_ms
-        self.path = headers["x-pdctl-path"]
-        decision = headers.get("x-pdctl-decision", "")
-        self.reason = decision.partition(";")[0]
-        found = re.findall(r"(\S+)=([\d.e+]+)ms", decision)
-        self.expected_ms = {path: float(ms) for path, ms in found}
-
-
-async def asked(http: aiohttp.ClientSession, url: str, prompt: str, pin: str | None) -> Taken:
-    body = {
-        "model": MODEL,
-        "prompt": prompt,
-        "max_tokens": 2,
-        "temperature": 0.0,
-        "stream": True,
-        "pdctl_cache": False,
-        "cache_salt": prompt[:32],
-    }
-    began_s = time.perf_counter()
-    headers = {} if pin is None else {"x-pdctl-path": pin}
-    async with http.post(f"{url}/v1/completions", json=body, headers=headers) as answer:
-        answer.raise_for_status()
-        first_s = None
-        async for line in answer.content:
-            if first_s is None and line.startswith(b"data:"):
-                first_s = time.perf_counter()
-        if first_s is None:
-            raise RuntimeError("an answer without an event")
-        return Taken((first_s - began_s) * 1e3, answer.headers)
-
-
-async def cell(url: str, tokens: int, rounds: int, seed: int) -> dict[str, list[Taken]]:
-    """Rounds at one length, in every order: what ran before leaves warm and cold cores."""
-    taken: dict[str, list[Taken]] = {AUTO: [], ALONE: [], PAIR: []}
-    orders = list(itertools.permutations(taken))
-    async with aiohttp.ClientSession() as http:
-        for turn in range(rounds):
-            for place, name in enumerate(orders[turn % len(orders)]):
-                prompt = tiny.digits(tokens, seed + 10 * turn + place)
-                pin = None if name == AUTO else name
-                taken[name].append(await asked(http, url, prompt, pin))
-    return taken
-
-
-def summed(rate: int, tokens: int, taken: dict[str, list[Taken]]) -> dict[str, Any]:
-    medians = {name: statistics.median(t.ttft_ms for t in each) for name, each in taken.items()}
-    off = [
-        abs(expected / medians[path] - 1)
-        for one in taken[AUTO]
-        for path, expected in one.expected_ms.items()
-    ]
-    return {
-        "link_bytes_per_s": rate,
-        "prompt_tokens": tokens,
-        "ttft_ms": {name: round(value, 3) for name, value in medians.items()},
-        "auto_of_better": round(medians[AUTO] / min(medians[ALONE], medians[PAIR]), 4),
-        "auto_took": {path: sum(t.path == path for t in taken[AUTO]) for path in (ALONE, PAIR)},
-        "reasons": {r: sum(t.reason == r for t in taken[AUTO]) for r in
-                    sorted({t.reason for t in taken[AUTO]})},
-        "first_expected_ms": taken[AUTO][0].expected_ms,
-        "expected_off": round(statistics.median(off), 4),
-        "samples_ms": {n: [round(t.ttft_ms, 3) for t in each] for n, each in taken.items()},
-    }  # fmt: skip
+def prompt(tokens: int, seed: int, turn: int, place: int) -> str:
+    return str(tiny.digits(tokens, seed + 10 * turn + place))
 
 
 def planned(cluster: Cluster) -> dict[str, Any]:
@@ -178,27 +109,12 @@ def measured(
         cells = []
         for at, tokens in enumerate(LENGTHS):
             more = rounds if tokens > SHORT else 2 * rounds
-            taken = asyncio.run(cell(cluster.url, tokens, more, 10_000 * at))
-            cells.append(summed(rate, tokens, taken))
+            prompts = partial(prompt, tokens, 10_000 * at)
+            taken = asyncio.run(cell(cluster.url, MODEL, PATHS, prompts, more))
+            cells.append(summed(PATHS, rate, tokens, taken))
             print(json.dumps({k: v for k, v in cells[-1].items() if k != "samples_ms"}), flush=True)
         decisions = cluster.status()["decisions"]
     return cells, {"link_bytes_per_s": rate, "forecast": forecast, "decisions": decisions}
-
-
-def plans_off(cells: list[dict[str, Any]], plans: list[dict[str, Any]]) -> list[float]:
-    """How far what `plan` said right after `up` is from the medians that came."""
-    off = []
-    for plan in plans:
-        for path in plan["forecast"]["paths"]:
-            for predicted in path["cells"]:
-                off += [
-                    abs(predicted["ttft_ms"] / c["ttft_ms"][path["path"]] - 1)
-                    for c in cells
-                    if c["prompt_tokens"] == predicted["tokens"]
-                    and c["link_bytes_per_s"] == plan["link_bytes_per_s"]
-                    and path["path"] in c["ttft_ms"]
-                ]
-    return off
 
 
 def main() -> int:
@@ -216,30 +132,20 @@ def main() -> int:
             found, plan = measured(options.engine, model_dir, int(rate) * 10**6, options.rounds)
             cells += found
             plans.append(plan)
-    good = sum(each["auto_of_better"] <= WORSE for each in cells) / len(cells)
-    plan_off = statistics.median(plans_off(cells, plans))
-    router_off = statistics.median(each["expected_off"] for each in cells)
-    met = good >= CELLS and max(plan_off, router_off) <= OFF
+    found = verdict(cells, plans)
     report = {
         "method": __doc__,
         "engine": options.engine,
         "rounds": options.rounds,
         "steps_tokens": STEPS[options.engine],
-        "targets": {"auto_of_better": WORSE, "share_of_cells": CELLS, "off": OFF},
-        "share_of_cells": round(good, 4),
-        "plan_off": round(plan_off, 4),
-        "router_off": round(router_off, 4),
-        "met": met,
+        **found,
         "machine": machine("mlx", "mlx-lm"),
         "cells": cells,
         "plans": plans,
     }
     path = write(options.output, f"auto-{options.engine}", report)
-    print(
-        f"auto ≤ {WORSE} × the better in {good:.0%} of {len(cells)} cells; plan off by "
-        f"{plan_off:.0%}, router by {router_off:.0%}: {'met' if met else 'missed'}; {path}"
-    )
-    return 0 if met else 1
+    print(f"{said(found, len(cells))}; {path}")
+    return 0 if found["met"] else 1
 
 
 if __name__ == "__main__":

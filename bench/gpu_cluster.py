@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 from gpu_engines import Server, Site, free_port
 
 from pdctl.runtime.bench.target import Target, running
@@ -20,6 +21,7 @@ from pdctl.runtime.bench.target import Target, running
 PDCTL = [sys.executable, "-c", "from pdctl.cli.app import main; main()"]
 UP_S = 420.0
 DOWN_S = 60.0
+POLL_S = 0.2
 BUFFER = {"cuda": "2GiB", "cpu": "256MiB"}
 ROLES = {"p": "prefill", "d": "decode", "o": "both"}
 LETTERS = {"v": "vllm", "s": "sglang", "m": "mlx"}
@@ -52,6 +54,7 @@ class System:
     members: tuple[Member, ...]
     transport: str = "tcp"
     policy: str = "round_robin"
+    disaggregate: str = "always"
     sharing: str | None = None
     """Bytes of its page store, as a topology spells them."""
     graphs: bool | None = None
@@ -80,6 +83,7 @@ timeout_s = 120.0
 {sharing}[router]
 bind = "{bind}"
 policy = "{system.policy}"
+disaggregate = "{system.disaggregate}"
 [hosts.local]
 """
     return head + "".join(_replica(member, site) for member in system.members)
@@ -140,6 +144,8 @@ class Fleet:
         for name, why in self.failed.items():
             print(f"{name} did not come up: {why}", flush=True)
         print(f"up in {self.up_s:.0f} s: {[*self.targets, *self.servers]}", flush=True)
+        while self._site.after is not None and runs(self._site.after):
+            time.sleep(POLL_S)
 
     def apply(self, system: System) -> None:
         """Brings a running cluster to what `system` says now."""
@@ -147,6 +153,12 @@ class Fleet:
         bind = self.targets[system.name].plan.router_bind
         path.write_text(topology(system, self._site, bind))
         subprocess.run([*PDCTL, "up", str(path), "--detach"], check=True, capture_output=True)
+
+    def forecast(self, name: str) -> dict[str, Any]:
+        """What `pdctl plan` expects of a running cluster."""
+        argv = [*PDCTL, "plan", str(self._paths[name]), "--offline", "--json"]
+        done = subprocess.run(argv, check=True, capture_output=True, text=True)
+        return dict(json.loads(done.stdout)["forecast"])
 
     def stop(self) -> None:
         """All at once; the replicas' logs stay among the site's. A launch that is still under way
@@ -165,6 +177,13 @@ class Fleet:
         path.write_text(topology(system, self._site, f"127.0.0.1:{free_port()}"))
         self._paths[system.name] = path
         return _pdctl("up", str(path), "--detach", "--wait-timeout", str(int(wait_s)))
+
+
+def runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _ended(processes: Sequence[subprocess.Popen[str]]) -> None:

@@ -49,6 +49,8 @@ class Site:
     context_length: int
     devices: tuple[int, ...] = (0,)
     """Prefill replicas are on the first one, decode replicas on the last."""
+    after: int | None = None
+    """A process whose end is waited for before anything is measured."""
 
     def devices_of(self, engine: str, *, last: bool = False) -> list[int]:
         """Of one replica; nothing where the engine can't be told, or has no GPU."""

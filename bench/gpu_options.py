@@ -46,6 +46,12 @@ def parser_of(doc: str, *, engines: str, lens: str, context_length: int) -> argp
     parser.add_argument("--pool-tokens", type=int, default=65536, help="KV pool of each engine")
     parser.add_argument("--lanes", type=int, default=32, help="requests at once in an engine")
     parser.add_argument("--context-length", type=int, default=context_length)
+    parser.add_argument(
+        "--after",
+        type=int,
+        metavar="PID",
+        help="everything is started, and measured once that process has ended",
+    )
     parser.add_argument("--logs", type=Path, help="kept there; else in a temporary folder")
     parser.add_argument("--output", type=Path, default=HERE / "results")
     return parser
@@ -76,6 +82,7 @@ def site_of(options: argparse.Namespace, shape: str, logs: Path) -> Site:
         lanes=options.lanes,
         context_length=options.context_length,
         devices=tuple(options.devices),
+        after=options.after,
     )
 
 

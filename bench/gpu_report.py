@@ -29,7 +29,7 @@ for name in sys.argv[1:]:
     try: print(name, m.version(name))
     except m.PackageNotFoundError: pass
 """
-PRIVATE = ("logs", "output", "checkpoints", "tokenizer", *(f"{e}_python" for e in ENGINES))
+PRIVATE = ("after", "logs", "output", "checkpoints", "tokenizer", *(f"{e}_python" for e in ENGINES))
 """Options that say where things are on one machine."""
 MAX_FAILURES = 2
 """Of one way in one cell; after that it is not asked again."""

@@ -82,6 +82,18 @@ def parting(own: Sequence[Step], other: Sequence[Step]) -> Parting | None:
     return None
 
 
+def lead_where_parted(own: dict[str, Any], text: str) -> float:
+    """By how many nats an engine's own choice led the next likeliest where `text` leaves its
+    answer; 0 where it never does. For a pair whose decode engine ranks nothing."""
+    at = 0
+    for step in steps_of(own):
+        if not text.startswith(step.token, at):
+            best, second = sorted(step.likeliest.values(), reverse=True)[:2]
+            return best - second
+        at += len(step.token)
+    return 0.0
+
+
 def moved_nats(own: Sequence[Step], other: Sequence[Step]) -> float:
     """The most that a log probability moved, of tokens that both name, up to the parting."""
     most = 0.0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +18,8 @@ ENGINES = ("vllm", "sglang", "mlx")
 
 
 def every_system() -> Iterator[Any]:
+    import gpu_auto
+    import gpu_checks
     import gpu_idle
     import gpu_load
     import gpu_pairs
@@ -26,6 +30,8 @@ def every_system() -> Iterator[Any]:
     yield from gpu_idle.systems(list(gpu_idle.MODES))
     yield from gpu_load.systems(("native", "tcp", "nixl"), ENGINES)
     yield from gpu_sharing.systems(ENGINES, "8GiB")
+    yield from gpu_checks.systems(("vllm", "sglang"), ("nixl", "native"), {"PYTHONPATH": "/tests"})
+    yield from gpu_auto.systems("vllm", [0, 117_000_000], 256).values()
 
 
 @pytest.mark.parametrize("graphs", [False, True])
@@ -35,7 +41,7 @@ def test_a_cluster_is_accepted_as_it_is(site: Callable[..., Any], graphs: bool) 
 
     for system in every_system():
         text = topology(system, site(graphs=graphs), "127.0.0.1:8000")
-        found = check_file(read_text(text), {})
+        found = check_file(read_text(text))
         assert [each.summary for each in found if each.severity == "error"] == [], system
 
 
@@ -101,6 +107,18 @@ def test_programs_take_lists_and_say_which_environment_is_missing(
     with pytest.raises(SystemExit):
         parsed(["--vllm-python", "a"])
     assert "--sglang-python" in capsys.readouterr().err
+
+
+def test_a_process_is_waited_for_until_it_has_ended() -> None:
+    """Also where nobody has taken its exit status yet."""
+    from gpu_cluster import runs
+
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
+        assert runs(process.pid)
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert not runs(process.pid)
+    assert not runs(process.pid)
 
 
 def test_a_result_is_written_whole_and_names_no_place(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
-from agreement import NEAR_TIE_NATS, Agreement, ranking, steps_of
+from agreement import NEAR_TIE_NATS, Agreement, lead_where_parted, ranking
 from engine.vllm_pairs import (
     CHAT,
     COMPLETIONS,
@@ -88,18 +88,6 @@ def check_text(fleet: Fleet, name: str, tokens: int, path: str, agreement: Agree
     events = pair.events(path, {**body, "cache_salt": f"{name} {tokens} streamed"})
     assert "".join(map(text_of, events)) == text_of(whole)
     check_at_rest(pair.prefill, pair.decode)
-
-
-def lead_where_parted(own: dict[str, Any], text: str) -> float:
-    """By how many nats an engine's own choice led the next likeliest where `text` leaves its
-    answer; 0 where it never does. A decode replica of SGLang ranks nothing itself."""
-    at = 0
-    for step in steps_of(own):
-        if not text.startswith(step.token, at):
-            best, second = sorted(step.likeliest.values(), reverse=True)[:2]
-            return best - second
-        at += len(step.token)
-    return 0.0
 
 
 def check_next_is_right(pair: Pair, fleet: Fleet, **fields: Any) -> None:

@@ -17,17 +17,15 @@ from engine import witness
 from engine.held import (
     LENGTHS,
     MlxWitness,
-    VllmWitness,
     check_rounded_once,
     handed_over,
     ids_of,
-    same_bits,
-    tokens_of,
 )
+from engine.memory import same_bits, tokens_of
 from engine.vllm_pairs import COMPLETIONS, Four, completion
 from engines.own_ends import given
 from engines.replicas import Pair, contract_of
-from engines.vllm_replicas import needs_vllm
+from engines.vllm_replicas import VllmProcess, needs_vllm
 
 from pdctl.handoff.page import PageGeometry
 from pdctl.topology.contract import Contract
@@ -51,7 +49,7 @@ def four(folder: Path, llama_dir: Path, contract: Contract) -> Iterator[Four]:
     with ExitStack() as stack:
         vp, vd = (
             stack.enter_context(
-                VllmWitness(
+                VllmProcess(
                     *(folder, name, role, llama_dir, contract),
                     env=env,
                     block_size=BLOCK_TOKENS,

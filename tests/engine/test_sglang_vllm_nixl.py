@@ -18,7 +18,7 @@ import pytest
 from agreement import Agreement
 from e2e.prompts import exact_prompt
 from engine import witness
-from engine.held import VllmWitness, rounded_once
+from engine.held import rounded_once
 from engine.sglang_pairs import CHUNK_TOKENS, Fleet, check_text, over_nixl
 from engine.vllm_pairs import COMPLETIONS, alone, check_at_rest, completion, until
 from engines.replicas import Pair, contract_of, text_of
@@ -46,8 +46,8 @@ def fleet(folder: Path, llama_dir: Path, request: pytest.FixtureRequest) -> Iter
             return stack.enter_context(over_nixl(made, *NAMES, device=device))
 
         vllm = {"block_size": 64, "max_num_batched_tokens": CHUNK_TOKENS}
-        vp = start(VllmWitness, "vp4", Role.PREFILL, **vllm)
-        vd = start(VllmWitness, "vd4", Role.DECODE, **vllm)
+        vp = start(VllmProcess, "vp4", Role.PREFILL, **vllm)
+        vd = start(VllmProcess, "vd4", Role.DECODE, **vllm)
         sp = start(SglangProcess, "sp4", Role.PREFILL, chunked_prefill_size=CHUNK_TOKENS)
         sd = start(SglangProcess, "sd4", Role.DECODE)
         for process in (sp, sd, vp, vd):

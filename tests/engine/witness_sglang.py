@@ -50,7 +50,9 @@ def _watch_decode(leg: Any) -> None:
 
 def held(leg: Any, blocks: Sequence[int]) -> Any:
     pool = leg.kv_mgr._scheduler.token_to_kv_pool_allocator.get_kvcache()
-    halves = [torch.stack(list(buffers)) for buffers in (pool.k_buffer, pool.v_buffer)]
-    memory = torch.stack(halves, dim=1)
     slots = [block * BLOCK_TOKENS + at for block in blocks for at in range(BLOCK_TOKENS)]
-    return memory[:, :, slots].numpy()
+    halves = [
+        torch.stack([buffer[slots] for buffer in buffers])
+        for buffers in (pool.k_buffer, pool.v_buffer)
+    ]
+    return torch.stack(halves, dim=1).cpu().numpy()

@@ -19,6 +19,7 @@ import numpy as np
 FAULT = Path(os.environ.get("PDCTL_TEST_FAULT", "/nonexistent"))
 SLOW_LAYER_S = 0.06
 """Of one page."""
+SGLANG_PAGE_TOKENS = 64
 
 
 def fault() -> str:
@@ -147,7 +148,7 @@ def break_legs(module: ModuleType) -> None:
     sending, receiving = module.PrefillLeg, module.DecodeLeg
     for leg, method in ((sending, "start"), (receiving, "start"), (sending, "finish")):
         _raising(leg, method, f"{leg.__name__}.{method} raises")
-    _audited(receiving)
+    _audited(receiving, VllmAudit)
 
 
 def break_sending(module: ModuleType) -> None:
@@ -169,6 +170,7 @@ def break_receiving(module: ModuleType) -> None:
             write(self, page, layer, part)
 
     landing.write = written
+    _audited(landing, SglangAudit)
 
 
 def _raising(owner: type, method: str, when: str) -> None:
@@ -182,31 +184,29 @@ def _raising(owner: type, method: str, when: str) -> None:
     setattr(owner, method, broken)
 
 
-def _audited(leg: Any) -> None:
+def _audited(leg: Any, audited: Any) -> None:
     """Compares all KV memory from before the first page with that after the last."""
     place, commit = leg.place, leg.commit
 
-    def placed(self: Any, blocks: list[int], held_tokens: int, private: list[int]) -> None:
+    def placed(self: Any, *given: Any) -> None:
         if fault() == "audit":
-            self.before = [layer.clone() for layer in self._memory.layers]
-        place(self, blocks, held_tokens, private)
+            self.before = [layer.clone() for layer in audited.layers(self)]
+        place(self, *given)
 
     def committed(self: Any, first_token: int | None) -> None:
         if fault() == "audit":
-            _write_audit(self)
+            _write_audit(self, audited)
         commit(self, first_token)
 
     leg.place, leg.commit = placed, committed
 
 
-def _write_audit(leg: Any) -> None:
-    memory = leg._memory
-    size = memory.block_tokens
-    filled = range(leg._held, leg._positions)
-    granted = {leg._blocks[at // size] * size + at % size for at in filled}
+def _write_audit(leg: Any, audited: Any) -> None:
+    audited.flush(leg)
+    granted = audited.granted(leg)
     changed: set[int] = set()
-    for before, after in zip(leg.before, memory.layers, strict=True):
-        for old, new in zip(memory._tokens(before), memory._tokens(after), strict=True):
+    for before, after in zip(leg.before, audited.layers(leg), strict=True):
+        for old, new in zip(audited.tokens(leg, before), audited.tokens(leg, after), strict=True):
             changed |= set((old != new).flatten(1).any(1).nonzero().flatten().tolist())
     found = {
         "blocks": len(leg._blocks),
@@ -214,6 +214,57 @@ def _write_audit(leg: Any) -> None:
         "strays": sorted(changed - granted),
     }
     FAULT.with_suffix(".audit").write_text(json.dumps(found))
+
+
+class VllmAudit:
+    """What a decode leg may fill, and vLLM's memory by token."""
+
+    @staticmethod
+    def flush(leg: Any) -> None:
+        leg._memory.flush()
+
+    @staticmethod
+    def layers(leg: Any) -> Any:
+        return leg._memory.layers
+
+    @staticmethod
+    def tokens(leg: Any, layer: Any) -> Any:
+        if layer.device.type == "cpu":
+            return leg._memory._tokens(layer)
+        # [blocks, kv_heads, block_tokens, 2 * head_dim], K before V
+        halves = layer.unflatten(-1, (2, layer.shape[-1] // 2))
+        return halves.permute(3, 0, 2, 1, 4).flatten(1, 2).unbind(0)
+
+    @staticmethod
+    def granted(leg: Any) -> set[int]:
+        size, filled = leg._memory.block_tokens, range(leg._held, leg._positions)
+        return {leg._blocks[at // size] * size + at % size for at in filled}
+
+
+class SglangAudit:
+    """The same of SGLang's, whose memory is by token."""
+
+    @staticmethod
+    def flush(landing: Any) -> None:
+        landing._exchange.pool.flush()
+
+    @staticmethod
+    def layers(landing: Any) -> Any:
+        scheduler = landing._exchange._scheduler
+        pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
+        return [*pool.k_buffer, *pool.v_buffer]
+
+    @staticmethod
+    def tokens(landing: Any, layer: Any) -> Any:
+        return (layer,)
+
+    @staticmethod
+    def granted(landing: Any) -> set[int]:
+        size, found = SGLANG_PAGE_TOKENS, set()
+        for page in range(landing._held // size, -(-landing._tokens // size)):
+            block, slots = landing._place_of(page)
+            found |= {block * size + at for at in slots}
+        return found
 
 
 # -- vLLM's scheduler, and what the model was built with

@@ -11,6 +11,7 @@ import json
 import os
 import socket
 import sys
+from collections.abc import Iterable
 from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
@@ -27,30 +28,38 @@ BROKEN = (
     "pdctl.engines.vllm.scheduling",
     "vllm.model_executor.layers.rotary_embedding",
 )
-WITNESSED = ("pdctl.engines.sglang.receiving", "pdctl.engines.sglang.sending")
+WITNESSED = {
+    "engine.witness_sglang": ("pdctl.engines.sglang.receiving", "pdctl.engines.sglang.sending"),
+    "engine.witness_vllm": ("pdctl.engines.vllm.connector",),
+}
 
 
 class Patching(MetaPathFinder):
-    """Lets a module of the tests (`patch`) at each of some modules once it has run."""
+    """Lets modules of the tests (`patch`) at some modules once those have run."""
 
-    def __init__(self, names: tuple[str, ...], patcher: str) -> None:
-        self._names, self._patcher = names, patcher
+    def __init__(self) -> None:
+        self._patchers: dict[str, list[str]] = {}
+
+    def add(self, names: Iterable[str], patcher: str) -> None:
+        for name in names:
+            self._patchers.setdefault(name, []).append(patcher)
 
     def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> Any:
-        if name not in self._names:
+        if name not in self._patchers:
             return None
         spec = PathFinder.find_spec(name, path, target)
         if spec is not None:
-            self._patched(spec)
+            self._patched(spec, self._patchers[name])
         return spec
 
-    def _patched(self, spec: ModuleSpec) -> None:
+    def _patched(self, spec: ModuleSpec, patchers: list[str]) -> None:
         loader: Any = spec.loader
         run = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
             run(module)
-            import_module(self._patcher).patch(module)
+            for patcher in patchers:
+                import_module(patcher).patch(module)
 
         loader.exec_module = exec_module
 
@@ -84,12 +93,16 @@ if "PDCTL_TEST_AHEAD" in os.environ:
 
     ahead.start(Path(os.environ["PDCTL_TEST_AHEAD"]))
 
+patching = Patching()
+sys.meta_path.insert(0, patching)
+
 if "PDCTL_TEST_FAULT" in os.environ:
-    sys.meta_path.insert(0, Patching(BROKEN, "broken"))
+    patching.add(BROKEN, "broken")
     write_down()
 
 if "PDCTL_TEST_WITNESS" in os.environ:
-    sys.meta_path.insert(0, Patching(WITNESSED, "engine.witness_sglang"))
+    for patcher, names in WITNESSED.items():
+        patching.add(names, patcher)
 
 if "PDCTL_TEST_INTERPRETED" in os.environ:
-    sys.meta_path.insert(0, Patching(("pdctl.engines.sglang.pool",), "interpreted"))
+    patching.add(("pdctl.engines.sglang.pool",), "interpreted")

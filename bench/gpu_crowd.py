@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import random
 import signal
@@ -92,8 +93,13 @@ async def leaving(
     clients: int,
 ) -> dict[str, Any]:
     """Half of them leave at a random moment; the others' answers are compared with those of that
-    engine alone. What counts as wrong is for the caller to say, who has the bound."""
+    engine alone. What counts as wrong is for the caller to say, who has the bound. Before them as
+    many as there are clients ask at once: an engine compiles at its first batch."""
     chance, numbers = random.Random(path), iter(range(requests))
+    end = watched.end.pinned(path)
+    bodies = [body_of(end, COMPLETIONS, each.prompt, **fresh(chance)) for each in known]
+    some = itertools.islice(itertools.cycle(bodies), clients)
+    await asyncio.gather(*(answer(http, end, COMPLETIONS, body) for body in some))
     before, lives = await watched.status(), await watched.pids(path.split(">"))
     found: list[Comparison] = []
     gone = 0
@@ -103,10 +109,10 @@ async def leaving(
         for _ in numbers:
             each = chance.choice(known)
             if chance.random() < LEAVING:
-                gone += await left_alone(http, watched.end.pinned(path), each.prompt, chance)
+                gone += await left_alone(http, end, each.prompt, chance)
             else:
                 body = body_of(watched.end, COMPLETIONS, each.prompt, **fresh(chance))
-                given = await answer(http, watched.end.pinned(path), COMPLETIONS, body)
+                given = await answer(http, end, COMPLETIONS, body)
                 own = each.owns[engine]
                 found.append(compared(path, each.prompt.tokens, "beside leavers", own, given))
 

@@ -13,10 +13,12 @@ import typer
 from pdctl import __version__
 from pdctl.cli.manual import MANUAL
 from pdctl.cli.verbs import VERBS, Verb
-from pdctl.errors import PdctlError
+from pdctl.errors import PdctlError, UsageError
 
 TRACEBACK_ENV = "PDCTL_TRACEBACK"
 INTERRUPTED = 130
+USAGE_ERROR: Any = typer.BadParameter.__base__
+"""What every complaint about a command line is: click's, of which typer may bring its own."""
 
 DESCRIPTION = """Serve one language model with prefill on one engine and decode on another.
 
@@ -29,7 +31,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = list(sys.argv[1:] if arguments is None else arguments)
     _open_closed_streams()
     try:
-        application(given)(given, prog_name="pdctl")
+        run = application(given)
+        code = run(given or ["--help"], prog_name="pdctl", standalone_mode=False)
+    except USAGE_ERROR as error:
+        _refuse(error)
     except PdctlError as error:
         _tell(error.message, error.hint)
         sys.exit(error.exit_code)
@@ -43,6 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(PdctlError.exit_code)
     except Exception as error:  # The process boundary: nobody above could do better.
         _unexpected(error)
+    sys.exit(code or (0 if given else UsageError.exit_code))
 
 
 def application(arguments: Sequence[str] = ()) -> typer.Typer:
@@ -51,7 +57,6 @@ def application(arguments: Sequence[str] = ()) -> typer.Typer:
     app = typer.Typer(
         name="pdctl",
         help=DESCRIPTION,
-        no_args_is_help=True,
         pretty_exceptions_enable=False,
         rich_markup_mode="markdown",
         context_settings={"help_option_names": ["-h", "--help"]},
@@ -90,6 +95,14 @@ def _root(
     ] = False,
 ) -> None:
     pass
+
+
+def _refuse(error: Any) -> NoReturn:
+    """A command line that can't be: in this program's own form, not in the library's."""
+    sentence = error.format_message().rstrip(".")
+    command = error.ctx.command_path if error.ctx is not None else "pdctl"
+    _tell(f"{sentence[:1].lower()}{sentence[1:]}", f"{command} --help")
+    sys.exit(UsageError.exit_code)
 
 
 def _unexpected(error: Exception) -> NoReturn:

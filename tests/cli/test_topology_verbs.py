@@ -114,6 +114,32 @@ def test_a_malformed_topology_is_named(
     assert "Traceback" not in done.err
 
 
+@pytest.mark.parametrize(
+    ("words", "sentence", "hint"),
+    [
+        (("plan",), "missing argument 'TOPOLOGY'", "pdctl plan --help"),
+        (("validate", "x", "--ofline"), "no such option: --ofline", "pdctl validate --help"),
+        (("paln",), "no such command 'paln'", "pdctl --help"),
+    ],
+)
+def test_a_command_line_that_can_not_be_is_an_error_as_any_other(
+    words: tuple[str, ...], sentence: str, hint: str, pdctl: Any
+) -> None:
+    """Exit 2, a sentence and a hint, without boxes."""
+    done = pdctl(*words)
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith(f"error: {sentence}")
+    assert done.err.endswith(f"\n\nhint: {hint}\n")
+
+
+def test_no_command_at_all_shows_the_commands(pdctl: Any) -> None:
+    """And exit 2: nothing was done."""
+    done = pdctl()
+    assert done.code == 2
+    assert "Usage: pdctl" in done.out
+    assert "validate" in done.out
+
+
 def test_missing_files_are_named(pdctl: Any, file: Path, tmp_path: Path) -> None:
     """Exit 2 for a topology that is not there, and for a model directory that is not there."""
     done = pdctl("validate", tmp_path / "none.toml")

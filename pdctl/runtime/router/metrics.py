@@ -49,6 +49,8 @@ class Meter:
         self.active = 0
         self.total = 0
         self.failures = 0
+        self.refused = 0
+        """Answered with a 4xx: a client's own mistakes."""
         self.recent = RecentFailures(roster.plan.cluster)
         self._started_s = monotonic_s()
         self._active = Gauge(
@@ -93,6 +95,8 @@ class Meter:
             self._e2e.labels(path).observe(e2e_s)
             if ttft_s is not None:
                 self._ttft.labels(path).observe(ttft_s)
+        elif status.startswith("4"):
+            self.refused += 1
         elif status != "gone":
             self.failures += 1
 

@@ -42,6 +42,7 @@ def _router(roster: Roster, meter: Meter) -> dict[str, Any]:
         "draining": roster.draining,
         "requests_active": meter.active,
         "requests_total": meter.total,
+        "requests_refused": meter.refused,
         "requests_failed": meter.failures,
     }
 

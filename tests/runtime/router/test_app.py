@@ -244,6 +244,17 @@ async def test_status_tells_of_router_requests_and_failures() -> None:
         assert status["handoffs"] == []
 
 
+async def test_a_clients_own_mistake_is_refused_and_has_not_failed() -> None:
+    """The status page says of each how many there were; only failures are listed below."""
+    async with cluster("p0 d0") as c:
+        assert (await c.ask({**CHAT, "n": 2})).status == 400
+        c["d0"].on["decode"] = fails(502, "p0 closed the connection", "peer_lost")
+        assert (await c.ask(CHAT)).status == 502
+        status = await (await c.http.get(c.url("/status"))).json()
+    counts = [status["router"][f"requests_{k}"] for k in ("total", "refused", "failed")]
+    assert (counts, len(status["failures"])) == ([2, 1, 1], 1)
+
+
 async def test_metrics_have_the_designs_names() -> None:
     """DESIGN §6: the counters' names with prefix pdctl_, and the router's own."""
     async with cluster("p0 d0") as c:

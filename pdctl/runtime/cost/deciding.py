@@ -55,8 +55,13 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def text(self) -> str:
         """As the response header has it: `faster; tokens=744 p0>d0=41ms d0=63ms`."""
-        times = "".join(f" {path}={s * 1e3:.3g}ms" for path, s in self.expected_s.items())
+        times = "".join(f" {path}={_milliseconds(s)}ms" for path, s in self.expected_s.items())
         return f"{self.reason}; tokens={self.tokens}{times}"
+
+
+def _milliseconds(seconds: float) -> str:
+    ms = seconds * 1e3
+    return f"{ms:.0f}" if ms >= 100 else f"{ms:.3g}"
 
 
 class Decider:

@@ -127,8 +127,9 @@ def test_equal_paths_of_one_kind_take_turns() -> None:
 
 
 def test_a_decision_says_what_was_expected() -> None:
-    decision = Decider().decide(options(pd=0.0412, d0=0.063), 744)
-    assert decision.text == "faster; tokens=744 p0>d0=41.2ms d0=63ms"
+    """Three figures are enough, and none of them is an exponent."""
+    decision = Decider().decide(options(pd=0.0412, d0=1.2235), 744)
+    assert decision.text == "faster; tokens=744 p0>d0=41.2ms d0=1224ms"
 
 
 def test_no_path_is_no_choice() -> None:

@@ -202,7 +202,9 @@ _SAMPLES: dict[str, Callable[[Point], list[float]]] = {
 def _notes(before: Sequence[Point], after: Sequence[Point]) -> list[str]:
     old, new = before[0], after[0]
     notes = [
-        f"{name} differs" if name == "topology" else f"{name}: {was}, then {new.pd_setting[name]}"
+        f"{name} differs"
+        if name == "topology"
+        else f"{name}: {_said(was)}, then {_said(new.pd_setting[name])}"
         for name, was in old.pd_setting.items()
         if name in new.pd_setting and was != new.pd_setting[name]
     ]
@@ -215,9 +217,15 @@ def _notes(before: Sequence[Point], after: Sequence[Point]) -> list[str]:
     left, right = {_cell(p) for p in before}, {_cell(p) for p in after}
     notes += [f"only before: {_words(cell)}" for cell in sorted(left - right)]
     notes += [f"only after: {_words(cell)}" for cell in sorted(right - left)]
+    if min(p.completed for p in (*before, *after)) < FEWEST:
+        notes.append(f"beyond scatter {ABSENT}: under {FEWEST} requests on a side say nothing")
     if any(p.pd_marks for p in (*before, *after)):
         notes.append(f"{MARKED} a cell that is doubtful in one of the runs")
     return notes
+
+
+def _said(value: object) -> object:
+    return ABSENT if value == "" else value
 
 
 def _cell(p: Point) -> tuple[int, int, str]:

@@ -14,6 +14,7 @@ from pdctl.runtime.bench.markup import Html, joined, tag
 from pdctl.runtime.bench.plots import COLOURS, key, phase_key, rest_ms, ttft_plot, waterfall
 from pdctl.runtime.bench.report import ABSENT, MARKED, details, links, matrix, remarks
 from pdctl.runtime.bench.summary import Point, Run
+from pdctl.topology.sizes import approximate_size
 
 STYLE = "page.css"
 
@@ -263,12 +264,21 @@ def _doubts(points: Sequence[Point]) -> Html:
     )
 
 
+def _with_code(text: str) -> list[str]:
+    """Prose of which every other part stands between backticks."""
+    return [tag("code", part) if n % 2 else part for n, part in enumerate(text.split("`"))]
+
+
 def _method(run: Run, points: Sequence[Point]) -> Html:
     computes = {f"{name} computes in": dtype for name, dtype in run.compute_dtypes.items()}
     carry = {f"link of {paths}": words for paths, words in links(points).items()}
-    described = {**run.machine, **run.versions, **computes, **carry}
+    machine = {
+        name.removesuffix("_bytes"): approximate_size(value) if name.endswith("_bytes") else value
+        for name, value in run.machine.items()
+    }
+    described = {**machine, **run.versions, **computes, **carry}
     entries = [
         tag("div", tag("dt", name.replace("_", " ")), tag("dd", str(value)))
         for name, value in described.items()
     ]
-    return _card(tag("p", run.method), tag("dl", *entries, class_="facts"))
+    return _card(tag("p", *_with_code(run.method)), tag("dl", *entries, class_="facts"))

@@ -93,13 +93,17 @@ def _is_whole(p: Point) -> bool:
     return p.pd_rounds == p.pd_rounds_asked and p.failed == 0
 
 
+def _said(value: object) -> object:
+    return "nothing" if value in ("", None) else value
+
+
 def _refuse_other(directory: Path, was: Mapping[str, object], asked: Mapping[str, object]) -> None:
     for name in asked:
         if was.get(name) != asked[name]:
             shown = (
                 "differs"
                 if name in ("contract", "topology")
-                else (f"was {was.get(name)}, not {asked[name]}")
+                else f"was {_said(was.get(name))}, not {_said(asked[name])}"
             )
             raise UsageError(
                 f"--resume: the run in {directory} is of another setting: {name} {shown}",

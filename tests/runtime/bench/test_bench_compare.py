@@ -66,6 +66,18 @@ def test_what_else_differs_is_noted_and_not_refused() -> None:
     assert "only before: p0>d0 at 66 tokens" in notes
 
 
+def test_why_nothing_is_said_of_scatter_is_noted() -> None:
+    """Under five requests a side; a setting that was left away is a dash, too."""
+    after = [
+        msgspec.structs.replace(p, pd_setting={**SETTING, "goodput": "ttft:9"}) for p in good()
+    ]
+    before = [msgspec.structs.replace(p, pd_setting={**SETTING, "goodput": ""}) for p in good()]
+    notes = compare(before, after).notes
+    assert "goodput: –, then ttft:9" in notes
+    assert "beyond scatter –: under 5 requests on a side say nothing" in notes
+    assert not [note for note in compare(ran(1.0), ran(2.0)).notes if "scatter" in note]
+
+
 def test_a_marked_cell_is_marked_in_the_comparison() -> None:
     doubtful = cells([turn(sample(), pair=False)], [turn(sample(), steal=0.5)])
     found = compare(doubtful, doubtful)

@@ -57,6 +57,16 @@ def swept(**changes: object) -> tuple[Point, ...]:
     )
 
 
+def test_how_it_was_measured_reads_as_prose() -> None:
+    """Names of options as code, and no size in bytes."""
+    run = msgspec.structs.replace(
+        RUN, method="sends `n` at once", machine={"memory_bytes": 3 << 30}
+    )
+    text = page(run, good())
+    assert "sends <code>n</code> at once" in text
+    assert "<dt>memory</dt><dd>3.0 GiB</dd>" in text
+
+
 def test_nothing_is_fetched_and_only_its_own_style_is_allowed() -> None:
     text = page(RUN, swept())
     tags = Tags(text)

@@ -4,8 +4,8 @@ A cluster of the engines in both roles is launched by `pdctl up`; beside it run 
 servers, which have no connector, two vLLMs with vLLM's NixlConnector, and a cluster of SGLang with
 its own NIXL backend. Prompts have exactly the asked number of tokens and are in no prefix cache. In
 a round each way answers the same prompt, one after the other, another one first each time. TTFT is
-the time to the first chunk with text of a streamed answer: through the router for pairs, straight
-from the engine for what stands alone.
+the time to the first chunk with text of a streamed answer, at one and the same client: through the
+router for pairs, straight from the engine for what stands alone.
 
     floor       max(P alone, bytes / rate) + D's decode step
     P alone     TTFT of the same engine without any connector

@@ -57,7 +57,7 @@ PARTS = ("conversations", "documents")
 POLICIES = ("round_robin", "prefix")
 STORED_S = 10.0
 POLL_S = 0.02
-UP_S = 150.0
+UP_S = 100.0
 WARM_UPS = 1
 WAYS = ("none", "own", "cold on", "store")
 RUN = os.getpid()
@@ -138,6 +138,8 @@ class Run:
         self._source = PromptSource.of_checkpoint(self._site.model, seed=0)
         self.documents: dict[str, dict[int, dict[str, Any]]] = {}
         self.turns: dict[str, dict[str, list[dict[str, Any]]]] = {}
+        self._policies: dict[str, str] = {}
+        """What the clusters' routers go by."""
 
     def measure(self) -> None:
         options, budget = self._options, self._budget
@@ -202,7 +204,9 @@ class Run:
                 if not budget.allows(f"{cell}, turn {turn + 1}", seen_s):
                     continue
                 began_s = time.monotonic()
-                started.apply(replace(system, policy=policy))
+                if self._policies.get(name, system.policy) != policy:
+                    started.apply(replace(system, policy=policy))
+                self._policies[name] = policy
                 figures = asyncio.run(self._conversation(started.targets[name], f"{cell}{turn}"))
                 self.turns.setdefault(engine, {}).setdefault(cell, []).append(figures)
                 seen_s = time.monotonic() - began_s

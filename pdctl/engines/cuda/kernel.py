@@ -11,6 +11,7 @@ kernels keep the card meanwhile.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -148,6 +149,16 @@ class Copies:
     def reaches(self, pages: Patterns) -> bool:
         """Whether the kernel can read and write them where they lie."""
         return not self.on_gpu or torch.from_numpy(pages.view(np.int16)).is_pinned()
+
+    def reaches_at(self, address: int, size: int) -> bool:
+        """The same of memory by its address, whose first and last bytes tell of all of it."""
+        if not self.on_gpu:
+            return True
+        ends = (address, address + size - 1)
+        return all(
+            torch.frombuffer(ctypes.c_byte.from_address(at), dtype=torch.int8).is_pinned()
+            for at in ends
+        )
 
     def addresses(
         self, pages: int, positions: NDArray[np.int64], layers: int | None = None

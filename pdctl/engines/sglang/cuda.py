@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from pdctl.engines.cuda import writing
+from pdctl.engines.cuda.filling import Filler
 from pdctl.engines.cuda.kernel import DEVICE_PROGRAMS, PROGRAMS, Copies, Tokens
 from pdctl.engines.cuda.page_locked import lock_pages, page_locked
 from pdctl.engines.cuda.reading import Reader
@@ -83,6 +84,7 @@ class CudaSlots(SlotPool):
         )
         self._reader = Reader(self._copies, side, pages)
         self._writer = Writer(self._copies, side, memory)
+        self._filler = Filler(self._copies, self._writer, pages, memory)
         self._thread = _Thread()
 
     def over(self, pool: Any, table: torch.Tensor) -> CudaSlots:
@@ -151,6 +153,13 @@ class CudaSlots(SlotPool):
             rows = np.stack([places, addresses])
             pieces.append(writing.Piece(rows, layers, piece.at))
         return self._writer.write_from(pieces).query
+
+    def write_pages(self, blocks: Sequence[int], pages: Sequence[Patterns]) -> None:
+        page, slot = np.divmod(
+            np.arange(len(blocks) * self._pages.page_tokens), self._pages.page_tokens
+        )
+        places = self._places(np.array(blocks, dtype=np.int64)[page], slot)
+        self._filler.fill(places, 0, pages)
 
     def flush(self) -> None:
         self._writer.flush()

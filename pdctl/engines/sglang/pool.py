@@ -103,6 +103,12 @@ class SlotPool:
                 self._write(block, slots, piece.first_layer, tokens)
         return lambda: True
 
+    def write_pages(self, blocks: Sequence[int], pages: Sequence[Patterns]) -> None:
+        """As many whole pages as there are blocks, one at least, stand in them for every forward
+        that is begun after the return. Any thread."""
+        for block, page in zip(blocks, pages, strict=False):
+            self.write(block, range(self._pages.page_tokens), 0, page)
+
     def _write(self, block: int, slots: range, first_layer: int, tokens: torch.Tensor) -> None:
         at = slice(slots.start, slots.stop)
         placed = tokens[:, :, at].to(self.dtype)

@@ -182,12 +182,9 @@ class Landing:
         )
 
     def _fill(self, pages: Sequence[Patterns], start: int, stop: int) -> None:
-        try:
-            for page in range(start // PAGE_TOKENS, stop // PAGE_TOKENS):
-                self.write(page, 0, pages[page])
-        finally:
-            # nobody else flushes this thread's pieces, and the loan's memory goes after it
-            self._exchange.pool.flush()
+        first, last = start // PAGE_TOKENS, stop // PAGE_TOKENS
+        begins = self._held // PAGE_TOKENS
+        self._exchange.pool.write_pages(self._blocks[first - begins : last - begins], pages[first:])
 
     def write(self, page: int, first_layer: int, piece: Patterns) -> None:
         self._exchange.pool.write(*self._place_of(page), first_layer, piece)

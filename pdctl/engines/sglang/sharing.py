@@ -161,11 +161,7 @@ class Sharing:
         whole = False
         try:
             try:
-                try:
-                    for block, page in zip(taken.blocks, loan.pages[first:], strict=False):
-                        self._pool.write(block, range(PAGE_TOKENS), 0, page)
-                finally:
-                    self._pool.flush()
+                self._pool.write_pages(taken.blocks, loan.pages[first:])
             except BaseException:
                 loan.release()
                 raise

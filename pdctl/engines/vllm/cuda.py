@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from pdctl.engines.cuda import writing
+from pdctl.engines.cuda.filling import Filler
 from pdctl.engines.cuda.kernel import DEVICE_PROGRAMS, PROGRAMS, Copies
 from pdctl.engines.cuda.page_locked import lock_pages, page_locked
 from pdctl.engines.cuda.reading import Reader
@@ -93,6 +94,7 @@ class CudaBlocks:
         self._side = side or SideStream(first.device)
         self._reader = Reader(self._copies, self._side, pages)
         self._writer = Writer(self._copies, self._side, memory)
+        self._filler = Filler(self._copies, self._writer, pages, memory)
         self._thread = _Thread()
 
     def over(self, caches: Mapping[str, torch.Tensor]) -> CudaBlocks:
@@ -151,6 +153,11 @@ class CudaBlocks:
             layers = range(piece.first_layer, piece.first_layer + piece.layers)
             pieces.append(writing.Piece(rows, layers, piece.at))
         return self._writer.write_from(pieces).query
+
+    def write_pages(
+        self, blocks: Sequence[int], start: int, stop: int, pages: Sequence[Patterns]
+    ) -> None:
+        self._filler.fill(self._places(blocks, start, stop), start, pages)
 
     def flush(self) -> None:
         self._writer.flush()

@@ -77,6 +77,18 @@ class Blocks(Memory[Span], Protocol):
         what it means where it raises."""
         ...
 
+    def write_pages(
+        self, blocks: Sequence[int], start: int, stop: int, pages: Sequence[Patterns]
+    ) -> None:
+        """Positions [start, stop), one at least, of every layer stand in the blocks for every
+        forward that is begun after the return. Any thread.
+
+        Args:
+            pages: `[layers, 2, page_tokens, kv_heads, head_dim]` each: the prompt's, from its first
+                on, up to `stop` at least.
+        """
+        ...
+
     def flush(self) -> None:
         """What this thread has written stands in the blocks for every forward that is begun
         after the return."""

@@ -116,6 +116,14 @@ class CpuBlocks:
             self._write(blocks, at.start, at.stop, piece.first_layer, pages.flatten(2, 3))
         return lambda: True
 
+    def write_pages(
+        self, blocks: Sequence[int], start: int, stop: int, pages: Sequence[Patterns]
+    ) -> None:
+        size = self._pages.page_tokens
+        for page in range(start // size, self._pages.pages_for(stop)):
+            at = max(start, page * size), min(stop, (page + 1) * size)
+            self.write(blocks, *at, 0, pages[page])
+
     def _write(
         self, blocks: Sequence[int], start: int, stop: int, first_layer: int, tokens: torch.Tensor
     ) -> None:

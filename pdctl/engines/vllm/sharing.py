@@ -64,7 +64,7 @@ class Sharing:
         self.copier = Copier("pdctl-import")
         size = max(SAVE_BYTES, (pages.pages_for(step_tokens) + 2) * pages.page_bytes)
         self.arena = arena_of((blocks.page_memory or _any_memory)(size))
-        self.inlet = Inlet(store, blocks, pages)
+        self.inlet = Inlet(store, blocks)
 
     def seek(self, seek: Seek) -> Sharer:
         """Worker thread."""

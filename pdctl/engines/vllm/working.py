@@ -58,9 +58,9 @@ class WorkerHalf:
         """Before the forward, and also in a step without one."""
         self._session.count(step.load)
         for begin in step.begin:
-            self._begin(begin)
+            self.begin(begin)
         for seek in step.seek:
-            self._seek(seek)
+            self.seek(seek)
         for place in step.place:
             self._place(place)
         for doom in step.doom:
@@ -105,6 +105,48 @@ class WorkerHalf:
         if self._sharing is not None:
             self._sharing.close()
 
+    # -- Line
+
+    def seek(self, seek: Seek) -> None:
+        try:
+            if self._sharing is not None:
+                self._sharers[seek.request_id] = self._sharing.seek(seek)
+                return
+        # a prompt that can't be looked for is computed
+        except Exception:
+            log.exception("request=%s its prompt can't be looked for", seek.request_id)
+        self.found(seek.request_id, 0)
+
+    def begin(self, begin: Begin) -> None:
+        leg, replica = begin.leg, self._session.replica
+        side = "prefill" if leg.prefill == replica else "decode"
+        try:
+            if leg.prefill == replica and self._session.sender is not None:
+                sending = PrefillLeg(begin.request_id, self, len(begin.token_ids))
+                self._prefill[begin.request_id] = sending
+                sending.start(self._session.sender, leg, begin.token_ids)
+            elif leg.decode == replica and self._session.receiver is not None:
+                receiving = DecodeLeg(
+                    *(begin.request_id, self, self._blocks),
+                    inlet=self._inlet if begin.salt is not None else None,
+                    salt=begin.salt or "",
+                )
+                self._decode[begin.request_id] = receiving
+                receiving.start(self._session.receiver, leg, begin.token_ids)
+            else:
+                raise HandoffError(f'replica "{replica}" is no end of {leg.prefill}>{leg.decode}')
+        except HandoffError as error:
+            self._fail(begin, side, error)
+        # the engine goes on, whatever this request met (R34)
+        except Exception as error:
+            log.exception("request=%s its handoff could not begin", begin.request_id)
+            self._fail(begin, side, HandoffError(f"the {side} engine failed: {error!r}"))
+
+    def news(self) -> list[Notice]:
+        with self._lock:
+            found, self._notices = self._notices, []
+        return found
+
     # -- Desk, from any thread
 
     def reserved(self, request_id: str) -> None:
@@ -135,10 +177,10 @@ class WorkerHalf:
 
     def _share(self, store: PageStore, step_tokens: int) -> None:
         """A decode replica takes pages from there, the others also give some."""
-        pages = PageGeometry.of(self._session.assigned.contract)
         if self._session.receiver is not None:
-            self._inlet = Inlet(store, self._blocks, pages)
+            self._inlet = Inlet(store, self._blocks)
             return
+        pages = PageGeometry.of(self._session.assigned.contract)
         self._sharing = Sharing(
             *(store, self._blocks, pages),
             step_tokens=step_tokens,
@@ -157,41 +199,6 @@ class WorkerHalf:
     def _note(self, request_id: str, news: News, tokens: int = 0) -> None:
         with self._lock:
             self._notices.append(Notice(request_id=request_id, news=news, tokens=tokens))
-
-    def _seek(self, seek: Seek) -> None:
-        try:
-            if self._sharing is not None:
-                self._sharers[seek.request_id] = self._sharing.seek(seek)
-                return
-        # a prompt that can't be looked for is computed
-        except Exception:
-            log.exception("request=%s its prompt can't be looked for", seek.request_id)
-        self.found(seek.request_id, 0)
-
-    def _begin(self, begin: Begin) -> None:
-        leg, replica = begin.leg, self._session.replica
-        side = "prefill" if leg.prefill == replica else "decode"
-        try:
-            if leg.prefill == replica and self._session.sender is not None:
-                sending = PrefillLeg(begin.request_id, self, len(begin.token_ids))
-                self._prefill[begin.request_id] = sending
-                sending.start(self._session.sender, leg, begin.token_ids)
-            elif leg.decode == replica and self._session.receiver is not None:
-                receiving = DecodeLeg(
-                    *(begin.request_id, self, self._blocks),
-                    inlet=self._inlet if begin.salt is not None else None,
-                    salt=begin.salt or "",
-                )
-                self._decode[begin.request_id] = receiving
-                receiving.start(self._session.receiver, leg, begin.token_ids)
-            else:
-                raise HandoffError(f'replica "{replica}" is no end of {leg.prefill}>{leg.decode}')
-        except HandoffError as error:
-            self._fail(begin, side, error)
-        # the engine goes on, whatever this request met (R34)
-        except Exception as error:
-            log.exception("request=%s its handoff could not begin", begin.request_id)
-            self._fail(begin, side, HandoffError(f"the {side} engine failed: {error!r}"))
 
     def _fail(self, begin: Begin, side: str, error: HandoffError) -> None:
         detail = error.message

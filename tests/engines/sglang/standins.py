@@ -97,6 +97,11 @@ class Pool:
             raise RuntimeError("the device is gone")
         self.cells[block, :, :, slots.start : slots.stop] = piece[:, :, slots.start : slots.stop]
 
+    def write_pages(self, blocks: Sequence[int], pages: Sequence[Patterns]) -> None:
+        for block, page in zip(blocks, pages, strict=False):
+            self.write(block, range(64), 0, page)
+        self.flush()
+
 
 class Side:
     """One replica's scheduler."""

@@ -63,6 +63,14 @@ class Memory:
             cell = self.cells[blocks[at // BLOCK], first_layer:last, :, at % BLOCK]
             cell[:] = piece[:, :, at % 64]
 
+    def write_pages(
+        self, blocks: Sequence[int], start: int, stop: int, pages: Sequence[Patterns]
+    ) -> None:
+        for page in range(start // 64, -(-stop // 64)):
+            at = max(start, page * 64), min(stop, page * 64 + 64)
+            self.write(blocks, *at, 0, pages[page])
+        self.flush()
+
 
 class Side:
     """One replica: its worker half, memory, counters and what it reported."""

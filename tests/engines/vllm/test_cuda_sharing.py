@@ -20,8 +20,8 @@ from engines.vllm.cuda_engine import PAGES, Engine
 from engines.vllm.test_cuda_handoff import WAIT_S
 from handoff.store.stores import CONTRACT
 
+from pdctl.engines.cuda import filling
 from pdctl.engines.exports import Exports
-from pdctl.engines.vllm import inlet
 from pdctl.engines.vllm.sharing import Sharing
 from pdctl.engines.vllm.steps import Seek
 from pdctl.handoff.counters import CounterBoard
@@ -90,8 +90,8 @@ class Replica:
 def test_a_prompt_leaves_one_engines_blocks_and_enters_anothers(
     store: StoreClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """R10: in both directions as late as a GPU copies, through memory for two pages alone."""
-    monkeypatch.setattr(inlet, "LOAD_BYTES", 1)
+    """R10: in both directions as late as a GPU copies, a page at a time."""
+    monkeypatch.setattr(filling, "PART_BYTES", 1)
     giver = Replica(store, Engine(size=64, side=Late()))
     assert giver.found.get(timeout=WAIT_S) == ("r", 0)
     giver.compute(GIVEN)

@@ -14,7 +14,6 @@ import pytest
 from engines.vllm.sides import BLOCK, Memory, Side
 from handoff.store.stores import CONTRACT, Host, Replica, clients
 
-from pdctl.engines.vllm import inlet
 from pdctl.engines.vllm.steps import Export, Finish, News, Notice, Place, Seek, Step
 from pdctl.handoff.store.interface import Loan
 
@@ -23,29 +22,6 @@ CHUNK = 100
 OTHERS = [3, 9, 4, 1, 7, 12, 2, 8]
 """Blocks of the prompt on the replica that computes it."""
 OURS = [20, 5, 11, 6, 30, 14, 22, 17]
-
-
-class Gpu(Memory):
-    """Reads pieces when it comes to them, and only out of memory that it was given."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__(seed)
-        self.given: list[Any] = []
-        self.pieces: list[Any] = []
-        self.page_memory = self._page_memory
-
-    def _page_memory(self, size: int) -> Any:
-        self.given.append(np.zeros(size, np.uint8))
-        return self.given[-1]
-
-    def write(self, *piece: Any) -> None:
-        assert any(np.shares_memory(piece[-1], memory) for memory in self.given)
-        self.pieces.append(piece)
-
-    def flush(self) -> None:
-        for piece in self.pieces:
-            super().write(*piece)
-        self.pieces.clear()
 
 
 class Sharer(Side):
@@ -153,21 +129,6 @@ def test_positions_of_the_own_prefix_cache_are_not_written(
     assert b.fill(199, 96, OURS) == set()
     assert np.array_equal(b.cells(OURS, 0, 96), before)
     assert np.array_equal(b.cells(OURS, 96, 199), a.cells(OTHERS, 96, 199))
-
-
-def test_pages_reach_a_gpu_through_memory_that_it_reads(
-    sharers: tuple[Sharer, Sharer], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """However little of it there is, no page is overwritten before it was read (R10)."""
-    a, b = sharers
-    ids = list(range(200))
-    a.give(ids)
-    monkeypatch.setattr(inlet, "LOAD_BYTES", 1)
-    gpu = Sharer(b.client, 3, Gpu(3))
-    assert gpu.seek(ids) == 199
-    assert gpu.fill(199, 0, OURS) == set()
-    assert np.array_equal(gpu.cells(OURS, 0, 199), a.cells(OTHERS, 0, 199))
-    gpu.half.close()
 
 
 def test_salted_prompts_are_isolated(sharers: tuple[Sharer, Sharer]) -> None:

@@ -24,6 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from pdctl.engines.vllm.blocks import open_blocks
 from pdctl.engines.vllm.effective import loaded
 from pdctl.engines.vllm.interface import Blocks
+from pdctl.engines.vllm.line import join, line
 from pdctl.engines.vllm.scheduling import SchedulerHalf
 from pdctl.engines.vllm.session import Session
 from pdctl.engines.vllm.steps import Notice, Step
@@ -72,6 +73,7 @@ class PdctlConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 vllm_config.cache_config.block_size,
                 recomputes=transfer.kv_load_failure_policy == "recompute",
                 shares=bool(transfer.get_from_extra_config("shares", False)),
+                line=line,
             )
         else:
             http_port = int(transfer.get_from_extra_config("http_port", 0))
@@ -102,6 +104,7 @@ class PdctlConnector(KVConnectorBase_V1):  # type: ignore[misc]
             raise LaunchError(str(error), hint=hint) from error
         step_tokens = config.scheduler_config.max_num_batched_tokens
         self._worker = WorkerHalf(session, blocks, step_tokens=step_tokens)
+        join(self._worker)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """The one call that every version makes before the forward: 0.32.0 makes

@@ -17,6 +17,9 @@ the host's page store has of it is known, and so does one of prefill once its pa
     New      →  Open     it does not: the store isn't asked
     Waiting  →  Open     the store has answered, with a miss where it can't
 
+Where the worker's half is in the same process, these questions and answers go straight there and
+back (`line.py`), with no step between.
+
 All methods are called by the scheduler's thread. Objects of vLLM are duck-typed: the names are
 those of 0.28.0 to 0.32.0. vLLM's engine dies of what a connector raises, so that an error about
 one request ends that request here, and no other (R34).
@@ -25,10 +28,11 @@ one request ends that request here, and no other (R34).
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from pdctl.engines.vllm.asks import Ask, Standing, leg_of, progress, released
+from pdctl.engines.vllm.line import Line
 from pdctl.engines.vllm.load_count import LoadCount
 from pdctl.engines.vllm.steps import (
     Begin,
@@ -52,15 +56,23 @@ class SchedulerHalf:
     block_tokens: vLLM's block size.
     recomputes: a decode request whose handoff failed computes its prompt here.
     shares: an ordinary or prefill replica's prompts look into the page store.
+    line: tells of the worker's half, where that is in this process.
     """
 
     def __init__(
-        self, role: Role, block_tokens: int, *, recomputes: bool, shares: bool = False
+        self,
+        role: Role,
+        block_tokens: int,
+        *,
+        recomputes: bool,
+        shares: bool = False,
+        line: Callable[[], Line | None] = lambda: None,
     ) -> None:
         self._role = role
         self._block_tokens = block_tokens
         self._recomputes = recomputes
         self._shares = shares
+        self._line = line
         self._asks: dict[str, Ask] = {}
         self._count = LoadCount()
         self._begin: list[Begin] = []
@@ -108,7 +120,11 @@ class SchedulerHalf:
             token_ids=list(tokens),
             salt=(request.cache_salt or "") if ask.shares else None,
         )
-        self._begin.append(begin)
+        line = self._line()
+        if line is not None:
+            line.begin(begin)
+        else:
+            self._begin.append(begin)
 
     def matched(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         """Positions beyond `local_tokens` that come from elsewhere, and whether they come
@@ -117,6 +133,9 @@ class SchedulerHalf:
         if ask is None or ask.standing is Standing.PLACED:
             return 0, False
         ask.local_tokens = local_tokens
+        line = self._line()
+        if line is not None:
+            self.told(line.news())
         if ask.standing is Standing.NEW:
             self._look(request, ask)
         if ask.standing is Standing.WAITING:
@@ -138,7 +157,11 @@ class SchedulerHalf:
             token_ids=list(request.prompt_token_ids),
             salt=request.cache_salt or "",
         )
-        self._seek.append(seek)
+        line = self._line()
+        if line is not None:
+            line.seek(seek)
+        else:
+            self._seek.append(seek)
 
     def placed(self, request: Any, blocks: Sequence[int], external_tokens: int) -> None:
         """The request has blocks, those of its prefix cache included."""

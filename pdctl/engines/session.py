@@ -141,6 +141,8 @@ class Session:
         else:
             self._ends = open_ends(assigned, self.board, self.report, environment, memory)
         self.store = open_store(self.assigned, self.board)
+        if self.store is not None:
+            sys.setswitchinterval(SWITCH_INTERVAL_S)
         ready = self._ready(loaded, self._ends.listen())
         threading.Thread(
             target=self._announce, args=(ready,), name="pdctl-announce", daemon=True

@@ -72,7 +72,8 @@ class StoreClient:
             self._board.add(missed_pages=len(prompt.pages))
             return MISS
         rest = prompt.tokens - loan.tokens
-        if rest and len(loan.keys) * prompt.page_tokens == loan.tokens:
+        # a first page's tail spares less than to look for it costs
+        if rest and (loan.keys or not prompt.pages):
             loan.extend_by_tail(prompt, until_s)
         self._board.add(missed_pages=max(0, len(prompt.pages) - len(loan.keys)))
         return loan

@@ -48,12 +48,18 @@ class Ends(NamedTuple):
         close_each(end.close for end in self if end is not None)
 
 
-def open_store(assigned: Assignment, board: CounterBoard) -> StoreClient | None:
+def open_store(
+    assigned: Assignment, board: CounterBoard, lock: Callable[[Bytes], None] | None = None
+) -> StoreClient | None:
     """A client of the host's page store; None where this replica shares none. It dials by
-    itself: until that store is there, every prompt is a miss."""
+    itself: until that store is there, every prompt is a miss.
+
+    Args:
+        lock: as `StoreClient` takes it.
+    """
     if assigned.store is None:
         return None
-    return StoreClient(assigned.store, contract=assigned.contract, board=board)
+    return StoreClient(assigned.store, contract=assigned.contract, board=board, lock=lock)
 
 
 def close_each(steps: Iterable[Callable[[], object]]) -> None:

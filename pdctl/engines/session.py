@@ -140,7 +140,7 @@ class Session:
                 sys.setswitchinterval(SWITCH_INTERVAL_S)
         else:
             self._ends = open_ends(assigned, self.board, self.report, environment, memory)
-        self.store = open_store(self.assigned, self.board)
+        self.store = open_store(self.assigned, self.board, lock)
         if self.store is not None:
             sys.setswitchinterval(SWITCH_INTERVAL_S)
         ready = self._ready(loaded, self._ends.listen())

@@ -30,17 +30,14 @@ def page_locked(size: int) -> NDArray[np.uint8]:
 
 
 def lock_pages(memory: NDArray[np.uint8]) -> None:
-    """Memory that somebody else has made, shared with another process say, for as long as this
-    process runs.
+    """Memory that somebody else has made, shared with another process say; unlocked with this very
+    array, before that memory is given back.
 
     Raises:
         MemoryError: the driver locks no more.
     """
     _register(memory)
-    _for_good.append(memory)
-
-
-_for_good: list[NDArray[np.uint8]] = []
+    weakref.finalize(memory, _unlock, memory.ctypes.data).atexit = False
 
 
 def _register(memory: NDArray[np.uint8]) -> None:

@@ -43,7 +43,8 @@ class SlotPool:
     page_memory: Callable[[int], Bytes] | None = None
     """Makes the memory that pages and pieces should lie in; None: any will do."""
     lock: Callable[[Bytes], None] | None = None
-    """Makes memory of somebody else's what `page_memory` makes, for good; None: any will do."""
+    """Makes memory of somebody else's what `page_memory` makes, for as long as that array lives;
+    None: any will do."""
     leaves_by_layer = False
     """Whether it is an `exports.Memory` too."""
 

@@ -44,7 +44,8 @@ class Blocks(Memory[Span], Protocol):
 
     @property
     def lock(self) -> Callable[[Bytes], None] | None:
-        """Makes memory of somebody else's what `page_memory` makes, for good; None: any will do."""
+        """Makes memory of somebody else's what `page_memory` makes, for as long as that array
+        lives; None: any will do."""
         ...
 
     @property

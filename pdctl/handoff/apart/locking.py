@@ -19,18 +19,23 @@ class LockedAsUsed:
         self._memory = memory
         self._lock = lock
         self._guard = threading.Lock()
-        self._done: set[int] = set()
+        self._done: dict[int, Bytes] = {}
 
     def use(self, offset: int, size: int) -> None:
         """Raises what `lock` raises."""
         if self._lock is None:
             return
         cells = range(offset // CELL_BYTES, (offset + size - 1) // CELL_BYTES + 1)
-        if self._done.issuperset(cells):
+        if self._done.keys() >= set(cells):
             return
         with self._guard:
             for cell in cells:
                 if cell not in self._done:
                     start = cell * CELL_BYTES
-                    self._lock(self._memory.run(start, CELL_BYTES))
-                    self._done.add(cell)
+                    self._lock(memory := self._memory.run(start, CELL_BYTES))
+                    self._done[cell] = memory
+
+    def close(self) -> None:
+        """Nothing copies there any more."""
+        with self._guard:
+            self._done.clear()

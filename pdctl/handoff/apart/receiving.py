@@ -98,6 +98,7 @@ class ApartReceiver:
 
     def close(self) -> None:
         self._plane.close()
+        self._locked.close()
 
     def say(self, call: Call) -> None:
         self._plane.say(call)

@@ -8,13 +8,16 @@ import os
 import secrets
 import socket
 import threading
+from collections.abc import Callable
 from typing import TypeVar
 
 import msgspec
 
+from pdctl.handoff.arena import Bytes
 from pdctl.handoff.page import PageGeometry
 from pdctl.handoff.store import frames
 from pdctl.handoff.store.memory import PageMemory
+from pdctl.handoff.store.preparing import Preparing
 from pdctl.trace import monotonic_s
 
 log = logging.getLogger("pdctl.store")
@@ -40,9 +43,15 @@ class Attached:
     """One life of a store, as a client sees it: its memory, and connections to it."""
 
     def __init__(
-        self, path: str, enter: frames.Enter, anchor: socket.socket, memory: PageMemory
+        self,
+        path: str,
+        enter: frames.Enter,
+        anchor: socket.socket,
+        memory: PageMemory,
+        lock: Callable[[Bytes], None] | None = None,
     ) -> None:
         self.memory = memory
+        self._preparing = Preparing(memory, lock)
         self._path = path
         self._enter = msgspec.structs.replace(enter, anchor=False)
         self._anchor = anchor
@@ -84,6 +93,8 @@ class Attached:
                 self._silent_until_s = monotonic_s() + SILENT_S
             raise StoreLost(str(error)) from error
         self._put(connection)
+        if isinstance(reply, frames.Lent):
+            self._preparing.backed(reply.backed)
         return reply if isinstance(reply, answer) else None
 
     def wait(self) -> None:
@@ -100,6 +111,7 @@ class Attached:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
             connection.close()
+        self._preparing.close()
 
     def _take(self) -> socket.socket:
         with self._lock:
@@ -129,7 +141,12 @@ class Attached:
         return found
 
 
-def attach(path: str, contract: str, geometry: PageGeometry) -> Attached:
+def attach(
+    path: str,
+    contract: str,
+    geometry: PageGeometry,
+    lock: Callable[[Bytes], None] | None = None,
+) -> Attached:
     """Raises StoreLost where none answers, or it refuses this client for good."""
     enter = frames.Enter(
         client=secrets.token_bytes(frames.CLIENT_BYTES),
@@ -157,7 +174,7 @@ def attach(path: str, contract: str, geometry: PageGeometry) -> Attached:
         if anchor is not None:
             anchor.close()
         raise StoreLost(str(error)) from error
-    return Attached(path, enter, anchor, memory)
+    return Attached(path, enter, anchor, memory, lock)
 
 
 def _dial(path: str) -> socket.socket:

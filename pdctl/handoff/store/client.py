@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from pdctl.handoff.arena import Bytes
 from pdctl.handoff.counters import CounterBoard
 from pdctl.handoff.page import PageGeometry, Patterns
 from pdctl.handoff.store import frames
@@ -35,13 +36,26 @@ MAX_WAITING_BYTES = 256 << 20
 
 class StoreClient:
     """Dials on a thread of its own from its construction on, and again whenever the store went
-    away; meanwhile every question is a miss."""
+    away; meanwhile every question is a miss.
 
-    def __init__(self, seat: StoreSeat, *, contract: Contract, board: CounterBoard) -> None:
+    Args:
+        lock: has a GPU read memory where it lies, for as long as that array lives. Raises
+            MemoryError.
+    """
+
+    def __init__(
+        self,
+        seat: StoreSeat,
+        *,
+        contract: Contract,
+        board: CounterBoard,
+        lock: Callable[[Bytes], None] | None = None,
+    ) -> None:
         self._path = seat.socket
         self._contract = contract.digest
         self._geometry = PageGeometry.of(contract)
         self._board = board
+        self._lock_pages = lock
         self._attached: Attached | None = None
         self._changed = threading.Condition()
         self._lock = threading.Lock()
@@ -233,7 +247,7 @@ class StoreClient:
         pause_s = 0.0
         while not self._closed.wait(pause_s * random.uniform(0.5, 1.0)):
             try:
-                attached = attach(self._path, self._contract, self._geometry)
+                attached = attach(self._path, self._contract, self._geometry, self._lock_pages)
             except StoreLost as error:
                 log.debug("no store at %s: %s", self._path, error)
                 pause_s = min(REDIAL_MOST_S, max(REDIAL_FIRST_S, 2 * pause_s))
@@ -245,6 +259,8 @@ class StoreClient:
                 attached.close()
             attached.wait()
             self._turn(None)
+            # its memory goes with its last loan, not with the next store
+            del attached
             if not self._closed.is_set():
                 log.warning("the page store went away: every prompt is computed until it is back")
 

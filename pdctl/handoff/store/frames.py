@@ -111,6 +111,8 @@ class Lent(Frame, frozen=True, kw_only=True):
     slots: tuple[int, ...]
     place: int = 0
     """Of a tail, among the keys that were asked for."""
+    backed: int = 0
+    """Of the store's first slots, as many have memory."""
 
 
 class Counted(Frame, frozen=True, kw_only=True):

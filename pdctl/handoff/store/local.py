@@ -146,7 +146,7 @@ class LocalServer:
             return
         answer = frames.encode(frames.Entered(slots=self._shelves.slots))
         if entered.anchor:
-            self._anchor(connection, entered.client, answer)
+            self._anchor(connection, entered, answer)
             return
         client = self._clients[entered.client]
         connection.sendall(answer)
@@ -174,9 +174,10 @@ class LocalServer:
             return "a client has one anchor, and that comes first"
         return None
 
-    def _anchor(self, connection: socket.socket, name: bytes, answer: bytes) -> None:
+    def _anchor(self, connection: socket.socket, entered: frames.Enter, answer: bytes) -> None:
         """For as long as the client lives."""
-        client = Client()
+        client, name = Client(), entered.client
+        self._shelves.keep_ahead()
         with self._lock:
             self._clients[name] = client
         try:
@@ -225,7 +226,7 @@ class LocalServer:
             self._elsewhere.bring(keys[count:], parent, until_s)
             more = self._shelves.hold(client, keys[count:], until_s, lent.lease)
             slots += more.slots if more is not None else ()
-        return frames.Lent(lease=lent.lease, slots=slots)
+        return frames.Lent(lease=lent.lease, slots=slots, backed=self._shelves.backed)
 
     def _tail(self, client: Client, request: frames.Tail) -> frames.Reply:
         """Others are asked only where the page before it came from one of them."""

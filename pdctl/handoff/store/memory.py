@@ -14,6 +14,7 @@ import tempfile
 
 import numpy as np
 
+from pdctl.handoff.arena import Bytes
 from pdctl.handoff.page import PATTERN, PageGeometry, Patterns
 
 SHORT = frozenset({errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG})
@@ -40,6 +41,10 @@ class PageMemory:
         pages = np.frombuffer(raw, PATTERN).reshape(self._geometry.shape)
         pages.flags.writeable = writable
         return pages
+
+    def run(self, first: int, stop: int) -> Bytes:
+        """Slots [first, stop), as they lie."""
+        return np.frombuffer(self._map[first * self.page_bytes : stop * self.page_bytes], np.uint8)
 
 
 def create(slots: int, geometry: PageGeometry) -> int:

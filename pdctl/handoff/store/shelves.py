@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 from collections.abc import Sequence
+from functools import partial
 
 import msgspec
 
@@ -16,6 +17,9 @@ from pdctl.handoff.store.index import Index, Wanted
 from pdctl.trace import monotonic_s
 
 log = logging.getLogger("pdctl.store")
+
+AHEAD_BYTES = 256 << 20
+"""What a long prompt may take at once: replicas are to have that memory prepared by then."""
 
 Owner = object
 """Whoever's end gives back all that it had: a replica, or another host's connection."""
@@ -69,6 +73,8 @@ class Shelves:
         self._memory = memory.PageMemory(self.descriptor, slots, geometry)
         self._index = Index(slots)
         self._backed = 0
+        self._ahead = False
+        self._closed = False
         self._leases: dict[int, _Lease] = {}
         self._numbers = itertools.count(1)
         self._changed = threading.Condition()
@@ -129,6 +135,7 @@ class Shelves:
             if found is None:
                 return None
             self._count(evicted_pages=found.evicted)
+            self._changed.notify_all()
             ours = [keys[each.place] for each in found.wanted]
             if not self._back():
                 self._index.drop(ours)
@@ -181,8 +188,52 @@ class Shelves:
                 loans=len(self._leases),
             )
 
+    @property
+    def backed(self) -> int:
+        """Of the first slots, as many have memory."""
+        return self._backed
+
+    def keep_ahead(self) -> None:
+        """From now on the next `AHEAD_BYTES` of slots have their memory before they are used, as
+        far as the budget and the machine go."""
+        with self._changed:
+            if self._ahead or self._closed:
+                return
+            self._ahead = True
+            run = partial(self._run_ahead, os.dup(self.descriptor))
+            threading.Thread(target=run, name="pdctl-store-ahead", daemon=True).start()
+
     def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
         os.close(self.descriptor)
+
+    def _run_ahead(self, descriptor: int) -> None:
+        try:
+            while (slot := self._next_ahead()) is not None:
+                # nobody waits meanwhile; whoever backs the same slot now does no harm
+                if not memory.back(descriptor, slot, self.geometry.page_bytes):
+                    return
+                with self._changed:
+                    self._backed = max(self._backed, slot + 1)
+        # a slot that has no memory when it is used is told of then
+        except OSError as error:
+            log.warning("no memory is taken ahead: %s", error)
+        finally:
+            os.close(descriptor)
+
+    def _next_ahead(self) -> int | None:
+        """Waits for a slot that should have memory; None at the end."""
+        ahead = AHEAD_BYTES // self.geometry.page_bytes
+
+        def lacking() -> bool:
+            index = self._index
+            return self._closed or self._backed < min(index.slots, index.used_slots + ahead)
+
+        with self._changed:
+            self._changed.wait_for(lacking)
+            return None if self._closed else self._backed
 
     def _back(self) -> bool:
         """Memory for every slot that was handed out."""

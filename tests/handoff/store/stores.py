@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -100,9 +101,10 @@ def clients(path: str, count: int = 2, contract: Contract = CONTRACT) -> Iterato
 class Replica:
     """A client, with its counters."""
 
-    def __init__(self, path: str, contract: Contract = CONTRACT) -> None:
+    def __init__(self, path: str, contract: Contract = CONTRACT, lock: Any = None) -> None:
         self.board = CounterBoard()
-        self.store = StoreClient(StoreSeat(socket=path), contract=contract, board=self.board)
+        seat = StoreSeat(socket=path)
+        self.store = StoreClient(seat, contract=contract, board=self.board, lock=lock)
 
     def connect(self, wanted: bool = True) -> None:
         assert self.store.settled(wanted, WAIT_S), "the store was not there in time"

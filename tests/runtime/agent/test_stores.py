@@ -59,7 +59,7 @@ async def test_a_hosts_store_lives_as_long_as_its_agent(tmp_path: Path) -> None:
             snapshot = await client.snapshot(fresh=True)
             (shown,) = from_snapshot(record, snapshot).stores
             assert shown["pages"] == 4
-            assert shown["used_bytes"] == 4 * record.contract.page_bytes
+            assert 4 * record.contract.page_bytes <= shown["used_bytes"]
             assert shown["used_bytes"] <= shown["budget_bytes"] <= 64 << 10
             assert first.pid is not None
             os.kill(first.pid, signal.SIGKILL)

@@ -52,7 +52,7 @@ class Memory(Protocol[Named]):
 
         Args:
             landed: called once the layer stands in the pages of every span; once, on any
-                thread, in the layers' order.
+                thread, in the layers' order. Of layers that land together the last one's alone.
         """
         ...
 

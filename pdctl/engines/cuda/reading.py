@@ -7,9 +7,9 @@ next.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from pdctl.engines.cuda.kernel import PROGRAMS, Copies, Tokens
+from pdctl.engines.cuda.kernel import DEVICE_PROGRAMS, PROGRAMS, Copies, Tokens
 from pdctl.engines.cuda.stream import Landings, Mark, SideStream
 from pdctl.handoff.page import PageGeometry
 from pdctl.handoff.schedule import PIECE_BYTES
@@ -21,6 +21,9 @@ PIECE_PART_BYTES = PIECE_BYTES // 2
 """Those after them leave together until they have so many bytes in all, and in each page: a launch
 costs the engine's thread 0.1 ms whatever it copies, and each landing is a sweep of pieces over
 every page."""
+DEVICE_GROUP_BYTES = 16 << 20
+"""Where pages lie in the device's own memory, the first layers too: the other end reads as much at
+once, and what it reads last is there within a fraction of a millisecond."""
 
 
 @dataclass
@@ -29,11 +32,10 @@ class _Step:
 
     tokens: Tokens | None = None
     kept: object = None
-    programs: int = PROGRAMS
+    near: bool = False
     first: int = 0
     """Of the layers that are not enqueued yet."""
     waiting_bytes: int = 0
-    calls: list[Callable[[], None]] = field(default_factory=list)
 
 
 class Reader:
@@ -53,28 +55,28 @@ class Reader:
             self._side.hold_model(self._last)
             self._last = None
 
-    def begin(self, tokens: Tokens, kept: object, *, programs: int = PROGRAMS) -> None:
+    def begin(self, tokens: Tokens, kept: object, *, near: bool = False) -> None:
         """Args:
         kept: memory that the GPU writes until the step has landed.
-        programs: as `Copies` takes them.
+        near: it is the device's own.
         """
-        self._step = _Step(tokens, kept, programs)
+        self._step = _Step(tokens, kept, near)
 
     def gather(self, layer: int, landed: Callable[[], None]) -> None:
         """As `exports.Memory.gather`."""
         step = self._step
         tokens = step.tokens
         assert tokens is not None, "begin() comes first"
-        step.calls.append(landed)
         step.waiting_bytes += len(tokens.places) * self._layer_token_bytes
         layers = range(step.first, layer + 1)
-        if not self._leave(layers, step.waiting_bytes):
+        if not self._leave(layers, step):
             return
+        programs = DEVICE_PROGRAMS if step.near else PROGRAMS
         mark = self._side.after_model(
-            lambda: self._copies.to_pages(tokens, layers, programs=step.programs)
+            lambda: self._copies.to_pages(tokens, layers, programs=programs)
         )
-        self._landings.add(mark, step.calls, step)
-        self._last, step.first, step.calls, step.waiting_bytes = mark, layer + 1, [], 0
+        self._landings.add(mark, landed, step)
+        self._last, step.first, step.waiting_bytes = mark, layer + 1, 0
         if layers.stop == self._pages.layers:
             # the pages are their handoffs' alone once they have landed
             self._step = _Step()
@@ -83,9 +85,12 @@ class Reader:
         """Bounded: what is under way lands first."""
         self._landings.close()
 
-    def _leave(self, layers: range, waiting_bytes: int) -> bool:
+    def _leave(self, layers: range, step: _Step) -> bool:
+        waiting_bytes = step.waiting_bytes
         if layers.stop == self._pages.layers:
             return True
+        if step.near:
+            return waiting_bytes >= DEVICE_GROUP_BYTES
         if layers.start == 0:
             return waiting_bytes >= FIRST_BYTES
         part_bytes = len(layers) * self._pages.layer_bytes

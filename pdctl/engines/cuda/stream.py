@@ -79,7 +79,7 @@ class SideStream:
 
 class Landing(NamedTuple):
     mark: Mark
-    calls: Sequence[Callable[[], None]]
+    call: Callable[[], None]
     kept: object
     """What the GPU uses until the mark."""
 
@@ -92,8 +92,8 @@ class Landings:
         self._thread = threading.Thread(target=self._run, name="pdctl-landings", daemon=True)
         self._thread.start()
 
-    def add(self, mark: Mark, calls: Sequence[Callable[[], None]], kept: object) -> None:
-        self._given.put(Landing(mark, calls, kept))
+    def add(self, mark: Mark, call: Callable[[], None], kept: object) -> None:
+        self._given.put(Landing(mark, call, kept))
 
     def close(self) -> None:
         """Everything that was added is called first; bounded."""
@@ -104,8 +104,7 @@ class Landings:
         while (given := self._given.get()) is not None:
             try:
                 given.mark.synchronize()
-                for call in given.calls:
-                    call()
+                given.call()
             # this thread's boundary: a broken device ends the engine, a callback its handoff
             except Exception:
                 log.exception("copies out of the engine's memory have not landed")

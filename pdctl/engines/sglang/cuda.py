@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from pdctl.engines.cuda import writing
 from pdctl.engines.cuda.filling import Filler
-from pdctl.engines.cuda.kernel import DEVICE_PROGRAMS, PROGRAMS, Copies, Tokens
+from pdctl.engines.cuda.kernel import Copies, Tokens
 from pdctl.engines.cuda.page_locked import lock_pages, page_locked
 from pdctl.engines.cuda.reading import Reader
 from pdctl.engines.cuda.stream import SideStream
@@ -111,7 +111,7 @@ class CudaSlots(SlotPool):
             ]
             tokens = Tokens(places, self._copies.near(np.concatenate(addresses)))
             near = all(isinstance(span.pages, Run) for span in spans)
-            self._reader.begin(tokens, spans, programs=DEVICE_PROGRAMS if near else PROGRAMS)
+            self._reader.begin(tokens, spans, near=near)
 
     def gather(self, layer: int, landed: Callable[[], None]) -> None:
         self._reader.gather(layer, landed)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from pdctl.engines.cuda import writing
 from pdctl.engines.cuda.filling import Filler
-from pdctl.engines.cuda.kernel import DEVICE_PROGRAMS, PROGRAMS, Copies
+from pdctl.engines.cuda.kernel import Copies
 from pdctl.engines.cuda.page_locked import lock_pages, page_locked
 from pdctl.engines.cuda.reading import Reader
 from pdctl.engines.cuda.stream import SideStream
@@ -120,11 +120,8 @@ class CudaBlocks:
         if spans:
             rows = [self._rows(span) for span in spans]
             near = all(isinstance(span.pages, Run) for span in spans)
-            self._reader.begin(
-                self._copies.tokens(np.concatenate(rows, axis=1)),
-                spans,
-                programs=DEVICE_PROGRAMS if near else PROGRAMS,
-            )
+            tokens = self._copies.tokens(np.concatenate(rows, axis=1))
+            self._reader.begin(tokens, spans, near=near)
 
     def gather(self, layer: int, landed: Callable[[], None]) -> None:
         self._reader.gather(layer, landed)
@@ -154,13 +151,13 @@ class CudaBlocks:
             pieces.append(writing.Piece(rows, layers, piece.at))
         return self._writer.write_from(pieces).query
 
+    def flush(self) -> None:
+        self._writer.flush()
+
     def write_pages(
         self, blocks: Sequence[int], start: int, stop: int, pages: Sequence[Patterns]
     ) -> None:
         self._filler.fill(self._places(blocks, start, stop), start, pages)
-
-    def flush(self) -> None:
-        self._writer.flush()
 
     # -- inside
 

@@ -42,7 +42,7 @@ ROW = torch.stack([row(*ORDER), row(1, 3, 4, 0)])
 
 @pytest.fixture(autouse=True)
 def _small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("FIRST_BYTES", "GROUP_BYTES", "PIECE_PART_BYTES"):
+    for name in ("FIRST_BYTES", "GROUP_BYTES", "PIECE_PART_BYTES", "DEVICE_GROUP_BYTES"):
         monkeypatch.setattr(reading, name, 1)
 
 

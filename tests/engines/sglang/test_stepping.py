@@ -26,7 +26,7 @@ ROW = 1
 
 @pytest.fixture(autouse=True)
 def _small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("FIRST_BYTES", "GROUP_BYTES", "PIECE_PART_BYTES"):
+    for name in ("FIRST_BYTES", "GROUP_BYTES", "PIECE_PART_BYTES", "DEVICE_GROUP_BYTES"):
         monkeypatch.setattr(reading, name, 1)
 
 

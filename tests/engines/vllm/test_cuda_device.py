@@ -20,6 +20,7 @@ from engines.vllm.cuda_engine import (  # noqa: E402
 )
 from engines.vllm.test_cuda_blocks import untouched  # noqa: E402
 
+from pdctl.engines.cuda import reading  # noqa: E402
 from pdctl.engines.device import TorchDevice, tensor_of  # noqa: E402
 from pdctl.engines.vllm.interface import Span  # noqa: E402
 from pdctl.handoff.device import Run, address_of_pages  # noqa: E402
@@ -54,12 +55,20 @@ def test_pages_on_the_device_hold_what_the_blocks_do(
     engine = Engine(form, order, size=size)
     blocks = list(range(SEQUENCES[size]))[::-1][: -(-tokens // size)]
     run = pages_on_device(tokens)
-    assert engine.read(Span(blocks, 0, tokens, run)) == [0, 1, 2]
+    assert engine.read(Span(blocks, 0, tokens, run)) == [2]
     found, wanted = brought(run), expected(engine, blocks, 0, tokens)
     past = (tokens - 1) % 64 + 1
     assert np.all(found[-1, :, :, past:] == 0xFFFF)
     found[-1, :, :, past:] = 0
     assert np.array_equal(found, wanted)
+
+
+def test_layers_leave_by_what_the_other_end_reads_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A landing costs both ends the same whatever it brings."""
+    monkeypatch.setattr(reading, "DEVICE_GROUP_BYTES", 65 * 2 * PAGES.layer_bytes // 64)
+    engine = Engine()
+    run = pages_on_device(65)
+    assert engine.read(Span([1, 2], 0, 65, run)) == [1, 2]
 
 
 @pytest.mark.parametrize(("form", "order", "size", "tokens"), OF_EACH_FORM)

@@ -139,7 +139,7 @@ test-soak-engines: $(STAMP) $(VLLM_STAMP) $(SGLANG_STAMP)  ## two minutes of 16 
 	PDCTL_TEST_THREE_S=120 PDCTL_TEST_THREE_KILLED=sp $(PYTEST) -m engine -s tests/e2e/test_sglang_soak.py
 
 test-nixl: $(STAMP) $(VLLM_STAMP) $(SGLANG_STAMP)  ## whole pairs over NIXL, pdctl's handoff and the engines' own
-	$(VLLM)/bin/python -m pytest -m "slow and not gpu" tests/engines/vllm/test_cuda_nixl.py
+	$(VLLM)/bin/python -m pytest -m "slow and not gpu" tests/engines/vllm/test_cuda_nixl.py tests/bench/test_gpu_transfer.py
 	$(PYTEST) -m engine tests/engine/test_sglang_vllm_nixl.py tests/e2e/test_sglang_nixl.py tests/e2e/test_vllm_device.py tests/e2e/test_native.py
 
 test-sharing: $(STAMP) $(VLLM_STAMP) $(SGLANG_STAMP)  ## prefixes shared by three engines, with pairs, and between hosts

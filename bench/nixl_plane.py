@@ -36,7 +36,9 @@ from data_plane import DIGEST, KEY, SHAPES, TIMEOUT_S, WARM_UPS, Discard, report
 from setting import RESULTS, machine, write
 
 from pdctl.engines.interface import Leg
+from pdctl.handoff.arena import Bytes
 from pdctl.handoff.counters import CounterBoard
+from pdctl.handoff.device import DeviceMemory, MemoryKind
 from pdctl.handoff.identity import Identity
 from pdctl.handoff.page import PageGeometry
 from pdctl.handoff.receiver import Receiver
@@ -52,19 +54,38 @@ IDLE_S = 3.0
 class Alone:
     """NIXL without pdctl: one agent, one block of memory, one request at a time."""
 
-    def __init__(self, name: str, size: int) -> None:
-        self.reach = NixlReach(name, one_host=True)
-        self.memory = np.ones(size, np.uint8)
-        self.reach.expose(self.memory)
+    def __init__(self, name: str, memory: Bytes | DeviceMemory) -> None:
+        host = isinstance(memory, np.ndarray)
+        kind = MemoryKind.HOST if host else memory.kind
+        self.reach = NixlReach(name, one_host=True, kind=kind)
+        self.memory = memory
+        self.reach.expose(memory)
+        self._kind = kind.value
+        self.address, self.size, self.index = (
+            (memory.ctypes.data, memory.nbytes, 0)
+            if host
+            else (memory.address, memory.size, memory.index)
+        )
 
-    def move(self, operation: str, peer: str, theirs: int, page_bytes: int) -> None:
-        """All of the memory, in rows of a page."""
+    def met(self, card: bytes) -> str:
+        """The peer that shows this card, as NIXL names it."""
+        return self.reach._name_of(card)
+
+    def move(
+        self, operation: str, peer: str, theirs: tuple[int, int], page_bytes: int, size: int
+    ) -> None:
+        """The first bytes of the memory, in rows of a page.
+
+        Args:
+            theirs: address and device of the peer's.
+        """
         agent = self.reach._agent
-        rows = [
-            [(start + at, page_bytes, 0) for at in range(0, self.memory.nbytes, page_bytes)]
-            for start in (self.memory.ctypes.data, theirs)
-        ]
-        mine, remote = (agent.get_xfer_descs(each, "DRAM") for each in rows)
+        mine, remote = (
+            agent.get_xfer_descs(
+                [(start + at, page_bytes, device) for at in range(0, size, page_bytes)], self._kind
+            )
+            for start, device in ((self.address, self.index), theirs)
+        )
         handle = agent.initialize_xfer(operation, mine, remote, peer)
         state = agent.transfer(handle)
         while state == "PROC":
@@ -76,7 +97,7 @@ class Alone:
 
 def receive(orders: Connection, key: bytes, geometry: PageGeometry, size: int) -> None:
     """The receiving process: obeys (way, leg, tokens) until None."""
-    alone = Alone("alone-d", size)
+    alone = Alone("alone-d", np.ones(size, np.uint8))
     ends = {
         way: Receiver(
             Identity("d0", key, DIGEST),
@@ -88,16 +109,16 @@ def receive(orders: Connection, key: bytes, geometry: PageGeometry, size: int) -
         )
         for way in ("tcp", "nixl")
     }
-    orders.send((alone.reach.card(), alone.memory.ctypes.data))
+    orders.send((alone.reach.card(), (alone.address, 0)))
     card, theirs = orders.recv()
-    peer = alone.reach._agent.add_remote_agent(card)
+    peer = alone.met(card)
     orders.send("ready")
     while (order := orders.recv()) is not None:
         way, leg, tokens = order
         if way in ends:
             ends[way].fetch(leg, range(tokens), Discard())
             continue
-        alone.move("READ", peer, theirs, geometry.page_bytes)
+        alone.move("READ", peer, theirs, geometry.page_bytes, size)
         orders.send("done")
     for each in ends.values():
         each.close()
@@ -127,14 +148,14 @@ class Bench:
             for way in ("tcp", "nixl")
         }
         self.ports = {way: sender.start() for way, sender in self.senders.items()}
-        self.alone = Alone("alone-p", size)
+        self.alone = Alone("alone-p", np.ones(size, np.uint8))
         context = multiprocessing.get_context("spawn")
         self.orders, theirs = context.Pipe()
         self.child = context.Process(target=receive, args=(theirs, KEY, geometry, size))
         self.child.start()
         card, self.theirs = self.orders.recv()
-        self.peer = self.alone.reach._agent.add_remote_agent(card)
-        self.orders.send((self.alone.reach.card(), self.alone.memory.ctypes.data))
+        self.peer = self.alone.met(card)
+        self.orders.send((self.alone.reach.card(), (self.alone.address, 0)))
         assert self.orders.recv() == "ready"
 
     def close(self) -> None:
@@ -149,7 +170,8 @@ class Bench:
             return self._handoff_s(way)
         began_s = time.perf_counter()
         if way == "plain write":
-            self.alone.move("WRITE", self.peer, self.theirs, self.geometry.page_bytes)
+            page_bytes, size = self.geometry.page_bytes, self.alone.size
+            self.alone.move("WRITE", self.peer, self.theirs, page_bytes, size)
         else:
             self.orders.send((way, None, 0))
             assert self.orders.recv() == "done"

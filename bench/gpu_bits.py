@@ -26,6 +26,8 @@ from engine import witness  # isort: skip
 from engine.faults import Faults  # isort: skip
 from engine.memory import same_bits, tokens_of  # isort: skip
 
+UNREAD = "what it holds was not seen"
+
 
 class Watch:
     """A folder that the replicas of a cluster look at; one request at a time."""
@@ -46,11 +48,17 @@ class Watch:
         """What became of one prompt on that path; `wrong` says what is not as it must be."""
         salt = {"pdctl_cache": False, "cache_salt": f"bits/{path}/{prompt.text}"}
         body = body_of(end, COMPLETIONS, prompt, max_tokens=2, **salt)
+        self._faults.forget()
         with witness.watched(self._folder), self._faults.of("audit"):
             given = await answer(http, end.pinned(path), COMPLETIONS, body)
-        if given.error:
-            return {"path": path, "tokens": prompt.tokens, "wrong": [given.error]}
-        return await asyncio.to_thread(self._looked_at, path, int(given.room), prompt.tokens)
+        try:
+            if given.error:
+                raise ValueError(given.error)
+            return await asyncio.to_thread(self._looked_at, path, int(given.room), prompt.tokens)
+        # an engine's memory that can't be read is a finding; the other checks go on
+        except (AssertionError, ValueError, OSError) as error:
+            said = f"{UNREAD}: {error!r}"
+            return {"path": path, "tokens": prompt.tokens, "wrong": [said]}
 
     def _looked_at(self, path: str, room: int, tokens: int) -> dict[str, Any]:
         computed, imported = (

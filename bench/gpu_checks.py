@@ -35,7 +35,7 @@ from pathlib import Path
 
 import aiohttp
 from gpu_answers import ROUTES, End, Owns, four, owns_of, session
-from gpu_bits import Watch
+from gpu_bits import UNREAD, Watch
 from gpu_budget import Budget
 from gpu_cluster import LETTERS, Fleet, System, fleet, members
 from gpu_crowd import POLL_S, Known, Watched, killed, leaving
@@ -170,13 +170,17 @@ class Checks:
 
     async def _bits(self, http: aiohttp.ClientSession, asked: dict[Column, Watched]) -> None:
         assert self._watch is not None
+        unread: set[str] = set()
         for tokens, (column, watched) in itertools.product(BIT_LENS, asked.items()):
-            if self._budget.allows(f"bits at {tokens} tokens, {column.path}", 2.0):
+            if column.path not in unread and self._budget.allows(
+                f"bits at {tokens} tokens, {column.path}", 2.0
+            ):
                 prompt = self._source.prompt(tokens, f"bits/{column.path}/{time.time_ns()}")
                 await watched.left()
                 found = await self._watch.handed_over(http, watched.end, column.path, prompt)
                 self.found.bits.append(found)
                 if found["wrong"]:
+                    unread |= {column.path for each in found["wrong"] if each.startswith(UNREAD)}
                     print(f"bits: {found}", flush=True)
 
     async def _known(self, http: aiohttp.ClientSession, owns: dict[str, End]) -> list[Known]:

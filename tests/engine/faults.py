@@ -50,6 +50,10 @@ class Faults:
         found: dict[str, Any] = json.loads(self._file.with_suffix(".audit").read_text())
         return found
 
+    def forget(self) -> None:
+        """What the latest audit found."""
+        self._file.with_suffix(".audit").unlink(missing_ok=True)
+
     def started_with(self, pid: int) -> str:
         """Environment and arguments of a process, by its own account: vLLM's processes write
         over what /proc shows."""

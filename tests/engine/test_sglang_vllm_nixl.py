@@ -18,6 +18,7 @@ import pytest
 from agreement import Agreement
 from e2e.prompts import exact_prompt
 from engine import witness
+from engine.faults import Faults
 from engine.held import rounded_once
 from engine.sglang_pairs import CHUNK_TOKENS, Fleet, check_text, over_nixl
 from engine.vllm_pairs import COMPLETIONS, alone, check_at_rest, completion, until
@@ -26,7 +27,7 @@ from engines.sglang_replicas import SglangProcess, needs_sglang
 from engines.vllm_replicas import VllmProcess, needs_vllm
 
 from pdctl.engines.session import DEVICE_ENV
-from pdctl.topology.model import Role
+from pdctl.topology.model import PAGE_TOKENS, Role
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, needs_sglang, needs_vllm]
 
@@ -38,7 +39,7 @@ NAMES = ("vp4", "vd4", "sp4", "sd4")
 def fleet(folder: Path, llama_dir: Path, request: pytest.FixtureRequest) -> Iterator[Fleet]:
     """All compute in float32, prompts in chunks of 128 tokens; what each holds can be asked for."""
     contract, device = contract_of(llama_dir), request.param == "device"
-    env = {**witness.environment(folder), DEVICE_ENV: "host"}
+    env = {**Faults(folder).environment, **witness.environment(folder), DEVICE_ENV: "host"}
     with ExitStack() as stack:
 
         def start(kind: type[VllmProcess], name: str, role: Role, **options: object) -> VllmProcess:
@@ -75,6 +76,21 @@ def test_decode_holds_prefills_numbers_rounded_once(
     prompt = exact_prompt(llama_dir, tokens, seed=31)
     body = completion(tokens, salt=f"nixl {name}", prompt=prompt)
     rounded_once(folder, fleet.pair(name), body, tokens)
+
+
+@pytest.mark.parametrize("tokens", [65, 66, 193])
+@pytest.mark.parametrize("name", PAIRS)
+def test_no_other_byte_of_decodes_memory_changes(
+    faults: Faults, fleet: Fleet, name: str, tokens: int
+) -> None:
+    """R25, R26: all KV memory from before the first page beside that after the last one."""
+    pair = fleet.pair(name)
+    with faults.of("audit"):
+        _, (status, answer) = pair.post(COMPLETIONS, completion(tokens, 40, salt=f"audit {name}"))
+    assert status == 200, answer
+    count = tokens - pair.decode.spec.recomputes_last_token
+    blocks = -(-count // PAGE_TOKENS)
+    assert faults.audited() == {"blocks": blocks, "filled": count, "strays": []}
 
 
 @pytest.mark.parametrize("name", PAIRS)

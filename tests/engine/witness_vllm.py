@@ -20,25 +20,27 @@ from pdctl.engines.vllm.layout import in_order
 
 def patch(module: ModuleType) -> None:
     connector = module.PdctlConnector
-    register, start, wait = (
+    register, bind, wait = (
         getattr(connector, name)
-        for name in ("register_kv_caches", "start_load_kv", "wait_for_save")
+        for name in ("register_kv_caches", "bind_connector_metadata", "wait_for_save")
     )
 
     def registered(self: Any, kv_caches: dict[str, torch.Tensor]) -> None:
         register(self, kv_caches)
         self._seen = Seen([kv_caches[name] for name in in_order(kv_caches)])
 
-    def started(self: Any, forward_context: Any, **more: Any) -> None:
-        start(self, forward_context, **more)
-        self._seen.begun(self._step)
+    def bound(self: Any, metadata: Any) -> None:
+        bind(self, metadata)
+        if self._worker is not None:
+            self._seen.begun(self._step)
 
     def waited(self: Any) -> None:
         wait(self)
-        self._seen.computed(self._step)
+        if self._worker is not None:
+            self._seen.computed(self._step)
 
     connector.register_kv_caches = registered
-    connector.start_load_kv = started
+    connector.bind_connector_metadata = bound
     connector.wait_for_save = waited
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -20,7 +20,7 @@ from pdctl.runtime.checks.validation import validate as run
 from pdctl.runtime.cluster.placement import agent_command
 from pdctl.runtime.cluster.state import StateDir, own_plan
 from pdctl.runtime.hosts.ssh import far_end_argv
-from pdctl.topology.model import Role, Topology
+from pdctl.topology.model import Topology
 from pdctl.topology.plan import Plan
 from pdctl.topology.sizes import approximate_size
 
@@ -132,7 +132,7 @@ def _show(
     for pair in plan.pairs:
         console.print(f"pair {pair.path}  {pair.transport}  ({pair.reason})")
     for store in plan.stores:
-        names = [r.name for r in plan.replicas if r.role is Role.BOTH and r.host == store.host]
+        names = [r.name for r in plan.replicas if plan.store_of(r) == store]
         size = approximate_size(store.buffer_bytes)
         line = f"page store of {store.host}: {size} of memory, for {', '.join(names)}"
         if store.data_port is not None:
@@ -144,9 +144,15 @@ def _show(
         console.print(f"\n{name}:")
         for key, value in command.env.items():
             console.print(f"  {key}={shlex.quote(value)}", soft_wrap=True)
-        console.print(f"  {shlex.join(command.argv)}", soft_wrap=True)
+        console.print(f"  {_typed(command.argv)}", soft_wrap=True)
     for name, argv in around.items():
-        console.print(f"\n{name}:\n  {shlex.join(argv)}", soft_wrap=True)
+        console.print(f"\n{name}:\n  {_typed(argv)}", soft_wrap=True)
+
+
+def _typed(argv: Sequence[str]) -> str:
+    """As a shell takes it: a home stays one."""
+    homes = (("~/", word[2:]) if word.startswith("~/") else ("", word) for word in argv)
+    return " ".join(f"{home}{shlex.quote(rest)}" for home, rest in homes)
 
 
 def _dependence(topology: Topology, plan: Plan) -> str:

@@ -22,6 +22,8 @@ from pdctl.errors import ContractError
 from pdctl.topology.load import loads
 from pdctl.topology.plan import derive
 
+ROOT = Path(__file__).parents[2]
+
 
 class Outcome:
     def __init__(self, code: int, out: str, err: str) -> None:
@@ -138,6 +140,21 @@ def test_no_command_at_all_shows_the_commands(pdctl: Any) -> None:
     assert done.code == 2
     assert "Usage: pdctl" in done.out
     assert "validate" in done.out
+
+
+def test_plan_names_all_that_use_a_store_and_leaves_homes_to_the_shell(
+    pdctl: Any, file: Path
+) -> None:
+    """A command that is pasted runs: a tilde in quotes would be a folder of that name."""
+    sharing = (ROOT / "examples" / "topologies" / "sharing.toml").read_text()
+    studio = '[[replicas]]\nhost = "studio"\nengine = "mlx"\nmodel = "~/m m"\n'
+    more = studio + 'name = "{}"\nrole = "{}"\n'
+    file.write_text(sharing + more.format("p0", "prefill") + more.format("d0", "decode"))
+    done = pdctl("plan", file, "--offline")
+    assert done.code == 0, done.err
+    assert "page store of gpu1: 2.0 GiB of memory, for v0," in done.out
+    assert "page store of studio: 2.0 GiB of memory, for m0, p0, d0," in done.out
+    assert "~/venvs/mlx/bin/python -m pdctl.engines.mlx.server --model ~/'m m' " in done.out
 
 
 def test_missing_files_are_named(pdctl: Any, file: Path, tmp_path: Path) -> None:

@@ -24,6 +24,13 @@ PICTURES_ENV = "PDCTL_TEST_PICTURES"
 """A folder that screenshots are kept in."""
 
 HOSTILE = "</style><script>window.owned=1</script><img src=x onerror='window.owned=1'>\"&"
+BESIDE = """(() => {
+  const ends = (words, side) => [...document.querySelectorAll(words)].map(
+    (found) => found.getBoundingClientRect()[side])
+  const bars = ends("svg[aria-label^=phases] rect", "right")
+  return Math.max(...bars) < Math.min(...ends("svg[aria-label^=phases] .strong", "left"))
+})()"""
+"""No figure of a waterfall lies over a bar."""
 needs_chromium = pytest.mark.skipif(browser.found() is None, reason="needs Chromium")
 
 
@@ -194,6 +201,7 @@ async def test_it_opens_from_a_file_and_fits_the_screen(
         assert await tab.value("document.documentElement.scrollWidth") <= width
         assert await tab.value("getComputedStyle(document.body).maxWidth") != "none"
         assert "p0>d0: floor" in await tab.text()
+        assert await tab.value(BESIDE)
         assert tab.logged == []
         if folder := os.environ.get(PICTURES_ENV):
             shade = "dark" if dark else "light"

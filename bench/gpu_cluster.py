@@ -22,7 +22,7 @@ PDCTL = [sys.executable, "-c", "from pdctl.cli.app import main; main()"]
 UP_S = 420.0
 DOWN_S = 60.0
 POLL_S = 0.2
-BUFFER = {"cuda": "2GiB", "cpu": "256MiB"}
+BUFFER = {"cuda": "2GiB", "cpu": "256MiB", "host": "256MiB"}
 ROLES = {"p": "prefill", "d": "decode", "o": "both"}
 LETTERS = {"v": "vllm", "s": "sglang", "m": "mlx"}
 

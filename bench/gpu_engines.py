@@ -40,7 +40,8 @@ class Site:
     pythons: Mapping[str, str]
     """By engine: what runs its environment's Python."""
     device: str
-    """"cuda", or "cpu" to try a program where there is no GPU."""
+    """"cuda"; to try a program where there is no GPU, "cpu", or "host", whose memory stands for a
+    device's."""
     graphs: bool
     pool_tokens: int
     """Of KV cache, each vLLM and SGLang."""
@@ -76,10 +77,12 @@ class Site:
         if self.device == "cuda":
             # else a read through NIXL between two processes of one card goes over TCP
             return {} if engine == "mlx" else {"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "y"}
+        stands = {"PDCTL_DEVICE": "host"} if self.device == "host" else {}
         if engine == "vllm":
-            return {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+            return {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", **stands}
         if engine == "sglang":
-            return {k: v for k, v in _sglang_on_cpu().CPU_ENV.items() if k != "PDCTL_RUN"}
+            own = {k: v for k, v in _sglang_on_cpu().CPU_ENV.items() if k != "PDCTL_RUN"}
+            return {**own, **stands}
         return {"LD_PRELOAD": str(BLAS), "OPENBLAS_NUM_THREADS": "1"} if BLAS.exists() else {}
 
     def _vllm(self) -> dict[str, Any]:
@@ -95,7 +98,7 @@ class Site:
 
     def _sglang(self) -> dict[str, Any]:
         pool = {"max_total_tokens": self.pool_tokens, "max_running_requests": self.lanes}
-        if self.device == "cpu":
+        if self.device != "cuda":
             return {**_sglang_on_cpu().OPTIONS, **pool}
         graphs = {"cuda_graph_max_bs_decode": self.lanes, "disable_prefill_cuda_graph": True}
         return {

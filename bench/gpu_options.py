@@ -38,7 +38,7 @@ def parser_of(doc: str, *, engines: str, lens: str, context_length: int) -> argp
         parser.add_argument(f"--{engine}-python", help=f"of the environment that has {engine}")
     parser.add_argument("--tokenizer", type=Path, help="a checkpoint, to make the shapes with")
     parser.add_argument("--checkpoints", type=Path, help="where shapes are, or are made: DIR/SHAPE")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--device", choices=("cuda", "cpu", "host"), default="cuda")
     parser.add_argument(
         "--devices", default="0", help="GPUs: prefill is on the first named, decode on the last"
     )

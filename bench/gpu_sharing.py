@@ -51,7 +51,7 @@ from pdctl.runtime.bench.prompts import Prompt, PromptSource
 from pdctl.runtime.bench.target import Target
 from pdctl.topology.model import PAGE_TOKENS
 
-STORE = {"cuda": "8GiB", "cpu": "256MiB"}
+STORE = {"cuda": "8GiB", "cpu": "256MiB", "host": "256MiB"}
 COLD_BOUND, WARM_BOUND = 0.05, 1.3
 PARTS = ("conversations", "documents")
 POLICIES = ("round_robin", "prefix")

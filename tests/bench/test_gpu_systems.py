@@ -72,6 +72,7 @@ def test_prefill_is_on_the_first_device_and_decode_on_the_last(site: Callable[..
     assert devices(devices=(0, 1)) == [[0], [1], [], [0], [1]]
     assert devices() == [[0], [0], [], [0], [0]]
     assert devices(device="cpu") == [[]] * 5
+    assert devices(device="host") == devices()
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from browser import Browser, Tab
 from runtime.router.cluster import CHAT, Cluster, cluster, eventually
-from runtime.router.fakes import fails, stalls_then
+from runtime.router.fakes import FakeEngine, fails, stalls_then
 
 from pdctl.handoff.counters import Counters, Histogram, PairCounters
 
@@ -135,6 +135,26 @@ async def test_the_page_shows_the_cluster_at_every_width(page: Tab) -> None:
         assert (await waiting).status == 200
         await page.until("poll(), document.body.innerText.includes('None.')")
         assert page.logged == []
+
+
+async def test_only_what_is_wrong_is_in_the_colour_of_faults(page: Tab) -> None:
+    """A canary that runs is not."""
+
+    def hang(engines: dict[str, FakeEngine]) -> None:
+        for engine in engines.values():
+            engine.on["alone"] = stalls_then()
+
+    async with cluster("p0 d0 o0", canaries=False, set_up=hang) as c:
+        for name in ("d0", "o0"):
+            await c[name].stalled.wait()
+        await page.open(c.url("/"))
+        await page.until(SETTLED)
+        assert (await page.text()).count("its canary is running") == 2
+        assert await page.value("document.querySelectorAll('.cause').length") == 0
+        c.keeper.set_state("d0", "backoff", "it was ended by SIGKILL")
+        await page.until("poll(), document.querySelector('.cause')?.innerText.includes('SIGKILL')")
+        for engine in c.engines.values():
+            engine.release.set()
 
 
 async def test_counters_that_grow_say_how_fast(page: Tab) -> None:

@@ -3,6 +3,7 @@ kernel runs in Triton's interpreter."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from pdctl.engines.cuda import filling
 from pdctl.engines.cuda.filling import address_of
 from pdctl.engines.cuda.kernel import Copies
 from pdctl.handoff.page import PATTERN, Patterns
+from pdctl.handoff.store import memory
 
 SLOTS = [7, 3, 4, 5, 1, 0]
 """Of the prompt's pages, in memory that another process made."""
@@ -81,3 +83,30 @@ def test_a_copy_that_fails_leaves_none_under_way(monkeypatch: pytest.MonkeyPatch
         engine.blocks.write_pages(BLOCKS, 0, 192, pages)
     assert side.waiting == []
     engine.blocks.close()
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a driver that locks memory")
+def test_a_gpu_reads_a_stores_memory_where_it_lies() -> None:
+    """Six slots are locked, two are not; they are unlocked with the arrays that were locked."""
+    descriptor = memory.create(8, PAGES)
+    store = memory.PageMemory(descriptor, 8, PAGES)
+    for slot in range(8):
+        assert memory.back(descriptor, slot, PAGES.page_bytes)
+        store.page(slot, writable=True)[...] = slot + 1
+    engine = Engine(size=64)
+    locked = [store.run(0, 4), store.run(4, 6)]
+    for each in locked:
+        engine.blocks.lock(each)
+    pages = [store.page(slot) for slot in SLOTS]
+    reached = [engine.blocks._copies.reaches_at(address_of(p), p.nbytes) for p in pages]
+    assert reached == [slot < 6 for slot in SLOTS]
+    engine.blocks.write_pages(BLOCKS, 0, STOP, pages)
+    for layer in range(PAGES.layers):
+        found = engine.tokens(layer, BLOCKS)
+        for at, slot in enumerate(SLOTS):
+            assert np.all(found[:, at * 64 : min(at * 64 + 64, STOP)] == slot + 1)
+    del each
+    locked.clear()
+    assert not engine.blocks._copies.reaches_at(address_of(pages[2]), PAGES.page_bytes)
+    engine.blocks.close()
+    os.close(descriptor)

@@ -27,6 +27,7 @@ class Pulse:
         self._wake = threading.Condition()
         self._posted: deque[Callable[[], None]] = deque()
         self._woken = False
+        self._resting = False
         self._stopped = False
         self._ended = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -45,10 +46,11 @@ class Pulse:
         guarded(call)
 
     def wake(self) -> None:
-        """Beats now: a handoff began."""
+        """A handoff began: beats now, or within `BUSY_S` where others are under way."""
         with self._wake:
             self._woken = True
-            self._wake.notify()
+            if self._resting:
+                self._wake.notify()
 
     def stop(self, timeout_s: float) -> None:
         """Runs what was posted, then ends the thread."""
@@ -63,7 +65,9 @@ class Pulse:
         while True:
             with self._wake:
                 if not (self._posted or self._woken or self._stopped):
+                    self._resting = not busy
                     self._wake.wait(BUSY_S if busy else IDLE_S)
+                    self._resting = False
                 calls, stopped = list(self._posted), self._stopped
                 self._posted.clear()
                 self._woken = False

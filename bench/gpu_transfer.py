@@ -27,6 +27,7 @@ import os
 import secrets
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
@@ -54,7 +55,7 @@ HERE = Path(__file__).resolve().parent
 WAYS = ("handoff", "computed", "plain read", "plain write", "peer copy", "gather", "scatter")
 HANDOFFS = ("handoff", "computed")
 TARGET_OF_PLAIN_WRITE = 0.8
-START_S = 60.0
+START_S = 120.0
 """What a process with a device may take until it is ready."""
 PACKAGES = ("torch", "triton", "nixl", "nixl-cu12", "nixl-cu13", "numpy")
 
@@ -134,7 +135,8 @@ class Bench:
     def _peer_copy(self, size: int) -> None:
         self.copied[:size].copy_(self.pages.tensor[:size])
         if self.copied.is_cuda:
-            torch.cuda.synchronize(self.copied.device)
+            for device in (self.kv.device, self.copied.device):
+                torch.cuda.synchronize(device)
 
     def _handoff_s(self, tokens: int, *, computed: bool) -> float:
         outbound, leg = self._admitted(tokens)
@@ -168,12 +170,14 @@ class Bench:
             sender=f"127.0.0.1:{self.port}",
             timeout_s=TIMEOUT_S,
         )
+        reserved = threading.Event()
         outbound = self.sender.admit(
             leg,
             range(tokens),
-            on_reserved=lambda outbound: None,
+            on_reserved=lambda outbound: reserved.set(),
             on_settled=lambda outbound: None,
         )
+        assert reserved.wait(TIMEOUT_S)
         return outbound, leg
 
 

@@ -99,7 +99,7 @@ class Kv:
 
     def bring(self, outbound: Outbound, tokens: int) -> None:
         """Into its pages, layer by layer as a forward does, or chunk by chunk on the host."""
-        if self.device.type == "cpu":
+        if not self.slots.leaves_by_layer:
             for first in range(0, self.geometry.pages_for(tokens), HOST_CHUNK_PAGES):
                 stop = min(tokens, (first + HOST_CHUNK_PAGES) * PAGE_TOKENS)
                 self.gather(stop, outbound.pages(), first)

@@ -36,3 +36,5 @@ class Copier:
             # one request's copy must not end the thread that all share (R34)
             except Exception:
                 log.exception("a copy failed")
+            # its loan's memory goes with it, not with the next one
+            del job

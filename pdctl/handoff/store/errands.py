@@ -53,3 +53,5 @@ class Errands:
             # an engine's callback may raise anything; the next errand is another's (R34)
             except Exception:
                 log.exception("%s: an errand failed", self._name)
+            # the next one may be long in coming, and what this one held would wait for it
+            del errand

@@ -118,6 +118,8 @@ def test_what_a_dead_store_had_is_unlocked(tmp_path: Path) -> None:
         driver = Driver()
         replica = opened(store, driver)
         until(lambda: store.shelves.backed == AHEAD)
+        learn(replica)
+        assert store.returned()
         loan = replica.store.borrow([bytes(32)])
         until(lambda: driver.pages == AHEAD)
         store.server.close()

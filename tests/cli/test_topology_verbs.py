@@ -121,7 +121,7 @@ def test_a_malformed_topology_is_named(
     [
         (("plan",), "missing argument 'TOPOLOGY'", "pdctl plan --help"),
         (("validate", "x", "--ofline"), "no such option: --ofline", "pdctl validate --help"),
-        (("paln",), "no such command 'paln'", "pdctl --help"),
+        (("launch",), "no such command 'launch'", "pdctl --help"),
     ],
 )
 def test_a_command_line_that_can_not_be_is_an_error_as_any_other(

@@ -26,7 +26,7 @@ from pdctl.errors import HandoffError, PeerLost
 from pdctl.handoff.arena import Bytes
 from pdctl.handoff.device import DeviceMemory, MemoryKind, Run
 from pdctl.handoff.transport.progress import resting
-from pdctl.handoff.transport.reach import Rows, Where, address_of
+from pdctl.handoff.transport.reach import Rows, Where, address_of, rows
 
 log = logging.getLogger("pdctl.handoff")
 
@@ -299,6 +299,8 @@ def _one_after_the_other(into: memoryview | Run, sizes: NDArray[np.uint64]) -> R
     start, device = (
         (into.address, into.memory.index) if isinstance(into, Run) else (address_of(into), 0)
     )
+    if len(sizes) == 1:
+        return rows(start, int(sizes[0]), device)
     found = np.empty((len(sizes), 3), np.uint64)
     found[:, 0] = np.cumsum(sizes) - sizes + np.uint64(start)
     found[:, 1] = sizes

@@ -30,8 +30,8 @@ device."""
 def rows(address: int, size: int, device: int, *, every: int = 0, times: int = 1) -> Rows:
     """One stretch, or as many, each `every` bytes behind the one before; those that touch are
     one."""
-    if every == size:
-        size, times = size * times, 1
+    if every == size or times == 1:
+        return np.array([(address, size * times, device)], np.uint64)
     found = np.empty((times, 3), np.uint64)
     found[:, 0] = np.arange(times, dtype=np.uint64) * np.uint64(every) + np.uint64(address)
     found[:, 1:] = size, device

@@ -24,7 +24,8 @@ class Line(Protocol):
         ...
 
     def news(self) -> list[Notice]:
-        """What has come since the last call, and has not gone out with a step."""
+        """What has come since the last call. From the first one on nothing of it goes out with a
+        step, whose output vLLM reads after it has scheduled the next one."""
         ...
 
 

@@ -51,6 +51,7 @@ class WorkerHalf:
         self._started: list[tuple[float, str]] = []
         self._lock = threading.Lock()
         self._notices: list[Notice] = []
+        self._is_heard = False
         self._loaded: set[str] = set()
         self._lost: set[int] = set()
 
@@ -96,8 +97,11 @@ class WorkerHalf:
         """(news, requests whose loading has ended, blocks that were not filled) since the last
         step, in one look: a request's lost blocks never come without its end."""
         with self._lock:
-            found = self._notices, self._loaded, self._lost
-            self._notices, self._loaded, self._lost = [], set(), set()
+            told = [] if self._is_heard else self._notices
+            found = told, self._loaded, self._lost
+            self._loaded, self._lost = set(), set()
+            if not self._is_heard:
+                self._notices = []
         return found
 
     def close(self) -> None:
@@ -144,6 +148,7 @@ class WorkerHalf:
 
     def news(self) -> list[Notice]:
         with self._lock:
+            self._is_heard = True
             found, self._notices = self._notices, []
         return found
 

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 import msgspec
 import numpy as np
 import pytest
-from engines.vllm.sides import BLOCK, GEOMETRY, Memory, Side
+from engines.vllm.sides import BLOCK, GEOMETRY, WAIT_S, Memory, Side
 
 from pdctl.engines.interface import Leg
 from pdctl.engines.vllm.interface import Span
 from pdctl.engines.vllm.legs import PrefillLeg
-from pdctl.engines.vllm.steps import Begin, Doom, Export, Finish, News, Place, Step
+from pdctl.engines.vllm.steps import Begin, Doom, Export, Finish, News, Notice, Place, Step
 from pdctl.handoff.identity import Identity
 from pdctl.handoff.page import Patterns
 from pdctl.handoff.receiver import Receiver
@@ -284,3 +284,20 @@ def test_a_released_room_gives_its_pages_back(sides: tuple[Side, Side, Leg]) -> 
     p.step(release=[leg.room])
     p.until(lambda: p.session.board.read().handoffs_cancelled == 1)
     assert p.session.board.read().buffer_bytes_used == 0
+
+
+def test_news_that_are_heard_go_out_with_no_step(sides: tuple[Side, Side, Leg]) -> None:
+    """Where vLLM's scheduler is in this process; what was loaded goes its own way."""
+    p, _, leg = sides
+    assert p.half.news() == []
+    p.half.begin(begin(leg, 70)[0])
+    heard: list[Notice] = []
+    deadline = time.monotonic() + WAIT_S
+    while not heard:
+        assert time.monotonic() < deadline
+        assert p.half.collect() == ([], set(), set())
+        heard = p.half.news()
+    assert heard == [Notice(request_id="r", news=News.RESERVED)]
+    assert p.half.news() == []
+    p.step(doom=[Doom(request_id="r", blocks=[3])])
+    assert (p.notices, p.loaded, p.lost) == ([], {"r"}, {3})

@@ -12,7 +12,15 @@ from pdctl.handoff.counters import PHASES
 from pdctl.runtime.bench.marks import MEANINGS
 from pdctl.runtime.bench.markup import Html, joined, tag
 from pdctl.runtime.bench.plots import COLOURS, key, phase_key, rest_ms, ttft_plot, waterfall
-from pdctl.runtime.bench.report import ABSENT, MARKED, details, links, matrix, remarks
+from pdctl.runtime.bench.report import (
+    ABSENT,
+    MARKED,
+    details,
+    goodput_lines,
+    links,
+    matrix,
+    remarks,
+)
 from pdctl.runtime.bench.summary import Point, Run
 from pdctl.topology.sizes import approximate_size
 
@@ -228,7 +236,11 @@ def _every(points: Sequence[Point]) -> Html:
         if any(p.pd_marks for p in points)
         else "No point is marked."
     )
-    return _card(tag("p", caption, class_="faint"), _table(*details(points), left="path"))
+    captions = [caption, *goodput_lines(points)]
+    return _card(
+        *(tag("p", text, class_="faint") for text in captions),
+        _table(*details(points), left="path"),
+    )
 
 
 def _table(headers: Sequence[str], rows: Sequence[Sequence[str]], left: str = "") -> Html:

@@ -74,7 +74,7 @@ def markdown(run: Run, points: Sequence[Point]) -> str:
         "Every point (medians; bytes and imported tokens per request):",
         _markdown_table(*details(points)),
     ]
-    lines = [*link_lines(points), *remarks(points)]
+    lines = [*goodput_lines(points), *link_lines(points), *remarks(points)]
     if lines:
         parts.append("\n".join(f"- {line}" for line in lines))
     parts.append(f"Method: {run.method}")
@@ -118,6 +118,15 @@ def remarks(points: Sequence[Point]) -> list[str]:
                 f"{p.pd_output_len} tokens"
             )
     return lines
+
+
+def goodput_lines(points: Sequence[Point]) -> list[str]:
+    """What counts as good, where it was asked for."""
+    asked = [" ".join(f"{name}:{ms:g}" for name, ms in p.pd_goodput.items()) for p in points]
+    return [
+        f"goodput: requests per second within {limits} (ms)"
+        for limits in dict.fromkeys(filter(None, asked))
+    ]
 
 
 def link_lines(points: Sequence[Point]) -> list[str]:

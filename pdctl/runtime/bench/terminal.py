@@ -9,7 +9,15 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
-from pdctl.runtime.bench.report import KEYS, TIMES, details, link_lines, matrix, remarks
+from pdctl.runtime.bench.report import (
+    KEYS,
+    TIMES,
+    details,
+    goodput_lines,
+    link_lines,
+    matrix,
+    remarks,
+)
 from pdctl.runtime.bench.summary import Point
 
 _LEFT = ("path", "")
@@ -20,7 +28,7 @@ def tables(points: Sequence[Point]) -> RenderableType:
     headers, rows = details(points)
     times = [headers.index(name) for name in (*KEYS, *TIMES)]
     others = [at for at, name in enumerate(headers) if name not in TIMES]
-    lines = [*link_lines(points), *remarks(points)]
+    lines = [*goodput_lines(points), *link_lines(points), *remarks(points)]
     return Group(
         Text("median TTFT (ms)", style="italic"),
         _Medians(*matrix(points)),

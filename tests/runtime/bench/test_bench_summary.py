@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import json
 import re
 from pathlib import Path
@@ -8,6 +9,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 from runtime.bench.bench_points import PAIR, RUN, cells, good, sample, turn, words
 from runtime.bench.bench_router import PAGE_BYTES
 
@@ -15,10 +17,12 @@ from pdctl.runtime.bench.columns import required
 from pdctl.runtime.bench.links import Link
 from pdctl.runtime.bench.marks import Difference, first_difference
 from pdctl.runtime.bench.measure import Turn
+from pdctl.runtime.bench.page import page
 from pdctl.runtime.bench.report import markdown, remarks
 from pdctl.runtime.bench.status import Phase
 from pdctl.runtime.bench.strangers import Stranger
 from pdctl.runtime.bench.summary import Point, floor_ms, phase_means_ms, statistics
+from pdctl.runtime.bench.terminal import tables
 
 VLLM_FIELDS = """date endpoint_type backend label model_id tokenizer_id num_prompts request_rate
 burstiness max_concurrency duration completed failed total_input_tokens total_output_tokens
@@ -207,6 +211,17 @@ def test_goodput_has_a_column_only_where_it_was_asked_for() -> None:
     ]
     assert "goodput req/s |" in markdown(RUN, asked)
     assert "| 0.25 |" in markdown(RUN, asked)
+
+
+def test_what_counts_as_good_stands_beside_the_figures() -> None:
+    """On the terminal, in the Markdown and on the page."""
+    asked = [msgspec.structs.replace(p, pd_goodput={"ttft": 5.0, "e2el": 90.5}) for p in good()]
+    words = "goodput: requests per second within ttft:5 e2el:90.5 (ms)"
+    assert f"- {words}\n" in markdown(RUN, asked)
+    assert words in page(RUN, asked)
+    shown = io.StringIO()
+    Console(width=160, file=shown).print(tables(asked))
+    assert shown.getvalue().count(words) == 1
 
 
 def test_an_interrupted_cell_says_how_many_rounds_it_has() -> None:

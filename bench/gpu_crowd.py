@@ -109,7 +109,8 @@ async def leaving(
         for _ in numbers:
             each = chance.choice(known)
             if chance.random() < LEAVING:
-                gone += await left_alone(http, end, each.prompt, chance)
+                left = await left_alone(http, end, each.prompt, chance)
+                gone += left
             else:
                 body = body_of(watched.end, COMPLETIONS, each.prompt, **fresh(chance))
                 given = await answer(http, end, COMPLETIONS, body)

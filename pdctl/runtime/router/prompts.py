@@ -66,7 +66,9 @@ class PromptReader:
         return None if text is None else self._encoded(text, special=False)
 
     def _encoded(self, text: str, *, special: bool) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
+        # `encode` would keep the interpreter, and with it every stream of the router, meanwhile
+        (found,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)
+        return list(found.ids)
 
     def _rendered(self, body: dict[str, Any]) -> str | None:
         tools = body.get("tools")

@@ -44,14 +44,15 @@ def contract(llama_dir: Path) -> Contract:
 
 @pytest.fixture(scope="module")
 def four(folder: Path, llama_dir: Path, contract: Contract) -> Iterator[Four]:
-    """All in float32, with float16 pages; vLLM computes prompts in chunks of 256 tokens."""
+    """All in float32, with float16 pages; vLLM computes prompts in chunks of 256 tokens, in one
+    process with its scheduler."""
     env = witness.environment(folder)
     with ExitStack() as stack:
         vp, vd = (
             stack.enter_context(
                 VllmProcess(
                     *(folder, name, role, llama_dir, contract),
-                    env=env,
+                    env={**env, "PDCTL_TEST_ONE_PROCESS": "1", "OMP_NUM_THREADS": "1"},
                     block_size=BLOCK_TOKENS,
                     max_num_batched_tokens=256,
                 )

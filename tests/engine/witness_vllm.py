@@ -28,11 +28,18 @@ def patch(module: ModuleType) -> None:
     def registered(self: Any, kv_caches: dict[str, torch.Tensor]) -> None:
         register(self, kv_caches)
         self._seen = Seen([kv_caches[name] for name in in_order(kv_caches)])
+        begin = self._worker.begin
+
+        def begun(order: Any) -> None:
+            self._seen.begun(order)
+            begin(order)
+
+        self._worker.begin = begun
 
     def bound(self: Any, metadata: Any) -> None:
         bind(self, metadata)
         if self._worker is not None:
-            self._seen.begun(self._step)
+            self._seen.placed(self._step)
 
     def waited(self: Any) -> None:
         wait(self)
@@ -52,8 +59,10 @@ class Seen:
         self._rooms: dict[str, int] = {}
         self._imported: dict[str, list[int]] = {}
 
-    def begun(self, step: Any) -> None:
-        self._rooms |= {begin.request_id: begin.leg.room for begin in step.begin}
+    def begun(self, order: Any) -> None:
+        self._rooms[order.request_id] = order.leg.room
+
+    def placed(self, step: Any) -> None:
         self._imported |= {place.request_id: place.blocks for place in step.place}
 
     def computed(self, step: Any) -> None:

@@ -1,8 +1,8 @@
 """Python runs this at the start of every process whose PYTHONPATH has this folder. Tests put it
 there, without a seam in pdctl, to break an engine from inside (`broken.py`), to write down what one
 holds (`engine/witness.py`), to have each process say what it was started with, to lead it to a
-data link of the test's, to set its clock forward, and to have SGLang's memory copied as on a GPU
-(`interpreted.py`).
+data link of the test's, to set its clock forward, and to have SGLang's memory copied
+(`interpreted.py`) and vLLM's processes laid out (`one_process.py`) as on a GPU.
 """
 
 from __future__ import annotations
@@ -106,3 +106,6 @@ if "PDCTL_TEST_WITNESS" in os.environ:
 
 if "PDCTL_TEST_INTERPRETED" in os.environ:
     patching.add(("pdctl.engines.sglang.pool",), "interpreted")
+
+if "PDCTL_TEST_ONE_PROCESS" in os.environ:
+    patching.add(("vllm.platforms.cpu",), "one_process")

@@ -39,7 +39,8 @@ class Layers:
         return positions - 1 if last and not self.outbound.begin_last() else positions
 
     def layer(self, layer: int, stop: int) -> None:
-        copy_layer(self.source, self.outbound.pages(), layer, self.at, stop)
+        if stop > self.at:  # else the handoff may be over, and its pages gone
+            copy_layer(self.source, self.outbound.pages(), layer, self.at, stop)
         self.outbound.written(stop, layers=layer + 1)
 
 

@@ -25,7 +25,7 @@ GUIDELLM_VERSION ?= 0.8.1
 ENVIRONMENTS := $(PINNED_STAMP) $(VLLM_STAMP) $(SGLANG_STAMP) $(GUIDELLM_STAMP) $(VLLM_NEWEST_STAMP) $(SGLANG_NEWEST_STAMP)
 PIP := -m pip --disable-pip-version-check --quiet
 RERUNS ?= 0
-PYTEST := $(BIN)/python -m pytest --durations=10 --durations-min=1 --reruns $(RERUNS) -rR
+PYTEST := $(BIN)/python -m pytest --durations=10 --durations-min=1 --reruns $(RERUNS) --max-suite-reruns 3 --rerun-show-tracebacks
 
 # Clusters mostly start and wait: two modules' run at once. vLLM and SGLang want a core for each
 # replica, and the machine to themselves.

@@ -4,7 +4,7 @@ each of two processes."""
 from __future__ import annotations
 
 import os
-import threading
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
@@ -12,11 +12,12 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-from data_plane import DIGEST, TIMEOUT_S, report
+from data_plane import DIGEST, KEY, TIMEOUT_S, report
 from nixl_plane import Alone
 from xxhash import xxh3_64_hexdigest
 
 from pdctl.engines.device import TorchDevice
+from pdctl.engines.interface import Leg
 from pdctl.engines.sglang.pool import Part, SlotPool
 from pdctl.errors import HandoffError
 from pdctl.handoff.counters import CounterBoard
@@ -26,8 +27,11 @@ from pdctl.handoff.opening import Opening, open_receiver
 from pdctl.handoff.outbound import Outbound
 from pdctl.handoff.page import PageGeometry
 from pdctl.handoff.sink import Piece, Want
+from pdctl.handoff.ticket import mint
 from pdctl.topology.model import PAGE_TOKENS, Transport
 
+START_S = 120.0
+"""What a process with a device may take until it is ready."""
 HOST_CHUNK_PAGES = 8
 """Of which memory on the host is copied at a time."""
 
@@ -46,16 +50,39 @@ class Setting(NamedTuple):
         return self.geometry.pages_for(self.tokens)
 
 
-def opening(geometry: PageGeometry, key: bytes, *, sends: bool, buffer_bytes: int = 0) -> Opening:
+def opening(
+    geometry: PageGeometry, key: bytes, transport: Transport, *, buffer_bytes: int = 0
+) -> Opening:
+    """Of a sender where it has a buffer, else of a receiver."""
+    sends = buffer_bytes > 0
     return Opening(
         identity=Identity("p0" if sends else "d0", key, DIGEST),
         geometry=geometry,
         sends=sends,
         timeout_s=TIMEOUT_S,
         buffer_bytes=buffer_bytes,
-        transports=dict.fromkeys(("p0", "d0"), Transport.NIXL),
-        on_device=True,
+        transports=dict.fromkeys(("p0", "d0"), transport),
+        on_device=transport is Transport.NIXL,
     )
+
+
+def leg_to(port: int) -> Leg:
+    """Of a request that begins at this moment; the sender listens there."""
+    room = secrets.randbits(62)
+    return Leg(
+        room=room,
+        ticket=mint(KEY, room, "p0", "d0", DIGEST, time.time() + TIMEOUT_S),
+        prefill="p0",
+        decode="d0",
+        sender=f"127.0.0.1:{port}",
+        timeout_s=TIMEOUT_S,
+    )
+
+
+def timed(call: Callable[[], object]) -> float:
+    began_s = time.perf_counter()
+    call()
+    return time.perf_counter() - began_s
 
 
 class Kv:
@@ -63,8 +90,7 @@ class Kv:
 
     def __init__(self, setting: Setting, seed: int) -> None:
         self.device = torch.device(setting.device)
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
+        self.bind()
         self.geometry = geometry = setting.geometry
         torch.manual_seed(seed)
         shape = (setting.pages * PAGE_TOKENS, geometry.kv_heads, geometry.head_dim)
@@ -87,6 +113,18 @@ class Kv:
         table = [block * PAGE_TOKENS + slot for block in self.blocks for slot in range(PAGE_TOKENS)]
         rows = torch.tensor([table], dtype=torch.int32, device=self.device)
         return CudaSlots(self._memory, self.geometry, rows, SideStream(self.device))
+
+    def bind(self) -> None:
+        """The calling thread is about to use the device."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+
+    def clear(self) -> None:
+        for half in (self._memory.k_buffer, self._memory.v_buffer):
+            for layer in half:
+                layer.zero_()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def digest(self, tokens: int) -> str:
         """Of the sequence's first tokens, in the first layer and the last."""
@@ -128,7 +166,6 @@ class Sink:
     def __init__(self, kv: Kv) -> None:
         self._kv = kv
         self._tokens = 0
-        self.settled = threading.Event()
 
     def offered(self, tokens: int, deadline: float) -> Want:
         self._tokens = tokens
@@ -156,7 +193,7 @@ def receive(orders: Connection, key: bytes, setting: Setting) -> None:
     memory = made(setting.pages * geometry.page_bytes)
     alone = Alone("alone-d", memory)
     end = open_receiver(
-        opening(geometry, key, sends=False), os.environ, CounterBoard(), report, device=made
+        opening(geometry, key, Transport.NIXL), os.environ, CounterBoard(), report, device=made
     )
     orders.send((alone.reach.card(), (alone.address, alone.index)))
     card, theirs = orders.recv()

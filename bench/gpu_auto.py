@@ -156,8 +156,7 @@ def parsed(words: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> int:
     options = parsed()
-    up_s = UP_S if options.device == "cuda" else 0.0
-    return each_shape(options, lambda *given: Run(options, *given).measure(), up_s)
+    return each_shape(options, lambda *given: Run(options, *given).measure(), UP_S)
 
 
 if __name__ == "__main__":

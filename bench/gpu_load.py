@@ -40,7 +40,7 @@ from gpu_budget import Budget
 from gpu_clients import Turns, load, prompts_of
 from gpu_cluster import Fleet, System, fleet, members
 from gpu_engines import Server, Site, ordinary
-from gpu_options import UP_SHARE, each_shape, parser_of, site_of, split
+from gpu_options import UP_SHARE, each_shape, parser_of, site_of, split, to_be_up_s
 from gpu_report import closing, grid, write
 from gpu_targets import targets
 from gpu_ways import Direct, Named, Routed, Way
@@ -132,7 +132,7 @@ class Run:
         options, budget = self._options, self._budget
         waves = options.systems
         for number, names in enumerate(waves):
-            up_s = UP_S if options.device == "cuda" else 0.0
+            up_s = to_be_up_s(options, UP_S)
             if not budget.allows(" and ".join(names), up_s):
                 continue
             some = budget.part(1 / (len(waves) - number))
@@ -248,8 +248,7 @@ def parsed(words: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> int:
     options = parsed()
-    up_s = UP_S if options.device == "cuda" else 0.0
-    return each_shape(options, lambda *given: Run(options, *given).measure(), up_s)
+    return each_shape(options, lambda *given: Run(options, *given).measure(), UP_S)
 
 
 if __name__ == "__main__":

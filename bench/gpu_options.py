@@ -111,13 +111,22 @@ def run(options: argparse.Namespace) -> Iterator[tuple[Budget, Path]]:
         yield budget, logs
 
 
+def to_be_up_s(options: argparse.Namespace, on_gpu_s: float) -> float:
+    """What is asked for engines to be up, of the time that is left: on a CPU nothing."""
+    return on_gpu_s if options.device == "cuda" else 0.0
+
+
 def each_shape(
     options: argparse.Namespace, measured: Callable[[Budget, str, Path], None], up_s: float
 ) -> int:
     """One after the other, each with what is left of the time by then; a shape whose engines
-    would not be up in time is left out. Exit status 0."""
+    would not be up in time is left out. Exit status 0.
+
+    Args:
+        up_s: what they take on a GPU.
+    """
     with run(options) as (budget, logs):
         for number, shape in enumerate(options.shapes):
-            if budget.allows(f"shape {shape}", up_s):
+            if budget.allows(f"shape {shape}", to_be_up_s(options, up_s)):
                 measured(budget.part(1 / (len(options.shapes) - number)), shape, logs / shape)
     return 0

@@ -19,18 +19,7 @@ def _rests(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_handoff_that_begins_while_nothing_is_under_way_is_looked_at() -> None:
     """However often: each time the pulse had gone to rest."""
-    beats = threading.Semaphore(0)
-
-    def beat() -> bool:
-        beats.release()
-        return False
-
-    pulse = Pulse("beats", beat)
-    pulse.start()
-    for _ in range(3):
-        pulse.wake()
-        assert beats.acquire(timeout=WAIT_S)
-    pulse.stop(WAIT_S)
+    check_each_wake_is_looked_at(under_way=False)
 
 
 def test_one_that_begins_during_a_look_is_looked_at_by_the_next() -> None:
@@ -56,11 +45,15 @@ def test_one_that_begins_during_a_look_is_looked_at_by_the_next() -> None:
 
 def test_one_that_begins_while_others_are_under_way_is_looked_at_with_them() -> None:
     """It wakes nobody: those are looked at a few times a second anyway."""
+    check_each_wake_is_looked_at(under_way=True)
+
+
+def check_each_wake_is_looked_at(*, under_way: bool) -> None:
     beats = threading.Semaphore(0)
 
     def beat() -> bool:
         beats.release()
-        return True
+        return under_way
 
     pulse = Pulse("beats", beat)
     pulse.start()
